@@ -1,0 +1,79 @@
+"""The options of `torch.compile(model, backend="disagmoe", options={...})`, validated before anything is traced."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from disagmoe_compile.errors import InputError
+
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "schedule": ("af_pipe", "gpipe"),
+    "stage_compiler": ("inductor", "aot_eager", "eager"),
+    "dedup": ("none", "rank", "node"),
+    "recompute": ("none", "stage"),
+    "loss_reduction": ("auto", "mean", "sum"),
+}
+# Promised values that this version does not run yet: asking for one is an error, never a silent fallback.
+_NOT_YET: Mapping[str, tuple[str, ...]] = {"dedup": ("none", "node"), "recompute": ("stage",)}
+_POSITIVE = ("attention_group_size", "ffn_group_size", "pipeline_groups", "n_microbatches")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """None means: the planner (or the model) decides. `docs/options.md` describes each."""
+
+    attention_group_size: int | None = None
+    ffn_group_size: int | None = None
+    pipeline_groups: int | None = None
+    n_microbatches: int | None = None
+    schedule: str = "af_pipe"
+    stage_compiler: str = "inductor"
+    dedup: str = "rank"
+    payload_dtype: str | None = None
+    recompute: str = "none"
+    loss_reduction: str = "auto"
+    gather_outputs: bool = False
+    timeout_s: float = 600
+    plan: str | None = None
+    trace_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise InputError(f"option {name} must be a positive whole number, got {value!r}")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise InputError(f"option {name} must be one of {', '.join(choices)}, got {value!r}")
+            if value in _NOT_YET.get(name, ()):
+                raise InputError(f"option {name}={value!r} is not supported by this version; leave it out")
+        if self.payload_dtype is not None:
+            raise InputError(
+                f"option payload_dtype={self.payload_dtype!r} is not supported by this version; leave it out"
+            )
+        if type(self.gather_outputs) is not bool:
+            raise InputError(f"option gather_outputs must be True or False, got {self.gather_outputs!r}")
+        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float) or self.timeout_s <= 0:
+            raise InputError(f"option timeout_s must be a positive number of seconds, got {self.timeout_s!r}")
+        for name in ("plan", "trace_dir"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str | os.PathLike):
+                raise InputError(f"option {name} must be a path, got {value!r}")
+
+    @staticmethod
+    def from_mapping(options: Mapping[str, Any] | None) -> Options:
+        """Raises InputError (a ValueError) that names an unknown option and lists the valid ones."""
+        given = dict(options or {})
+        valid = [f.name for f in fields(Options)]
+        for name in given:
+            if name not in valid:
+                near = difflib.get_close_matches(str(name), valid, n=1)
+                hint = f"did you mean {near[0]}? " if near else ""
+                raise InputError(f"unknown option {name!r}: {hint}valid options are {', '.join(valid)}")
+        given.setdefault("trace_dir", os.environ.get("DISAGMOE_TRACE") or None)
+        return Options(**given)
