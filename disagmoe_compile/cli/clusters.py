@@ -1,0 +1,38 @@
+"""`disagmoe clusters`: the node types that `--cluster NAME` knows, with their numbers and sources."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from disagmoe_compile.cli.output import DebugOption, JsonOption, Output, command
+from disagmoe_compile.planner.hardware import Cluster, catalogue
+
+
+@command
+def clusters(as_json: JsonOption = False, debug: DebugOption = False) -> Output:
+    """The catalogue of GPUs and nodes."""
+    known = list(catalogue().values())
+    document = {"clusters": [cluster.to_dict() for cluster in known]}
+    return Output(document, lambda console: _render(console, known))
+
+
+def _render(console: Console, known: list[Cluster]) -> None:
+    table = Table(title="Node types (peaks as vendors state them; bytes/s in one direction)")
+    table.add_column("name", no_wrap=True)
+    for column in ("bf16\nTFLOP/s", "memory\nGB", "memory\nGB/s", "link\nGB/s", "GPUs", "NICs", "NIC\nGB/s"):
+        table.add_column(column, justify="right")
+    for cluster in known:
+        gpu = cluster.gpu
+        table.add_row(
+            cluster.name,
+            f"{gpu.flops / 1e12:g}",
+            f"{gpu.memory_bytes / 1e9:g}",
+            f"{gpu.memory_bytes_per_s / 1e9:g}",
+            f"{gpu.link_bytes_per_s / 1e9:g}",
+            str(cluster.gpus_per_node),
+            str(cluster.nics_per_node),
+            f"{cluster.nic_bytes_per_s / 1e9:g}",
+        )
+    console.print(table)
+    console.print("Sources and notes: disagmoe clusters --json")
