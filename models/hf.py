@@ -1,9 +1,10 @@
 """Tiny random models of real Hugging Face MoE architectures, found by family name, with no code per family.
 
-A family is what transformers calls its model type: `qwen3_moe`, `gpt_oss`, `mixtral`, `deepseek_v3`, ... For a model
-with several parts (`llama4`, `gemma4`) the text part is meant. Sizes are set under common names (`num_experts`,
-`top_k`, `hidden_size`), which `ALIASES` maps to whatever the family's config calls them; everything else keeps the
-family's own defaults, so that biases, attention sinks, shared experts and router styles are those of the real model.
+A family is what transformers calls its model type: `qwen3_moe`, `gpt_oss`, `mixtral`, `deepseek_v3`, ... For
+a model with several parts (`llama4`, `gemma4`) the text part is meant. Sizes are set under common names
+(`num_experts`, `top_k`, `hidden_size`), which `ALIASES` maps to whatever the family's config calls them;
+everything else keeps the family's own defaults, so that biases, attention sinks, shared experts and router
+styles are those of the real model.
 """
 
 from __future__ import annotations
@@ -57,12 +58,16 @@ _TINY_FIELDS: Mapping[str, Any] = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
     "linear_num_heads": 4, "linear_head_dim": 16,
-    "index_head_dim": 16, "index_n_heads": 4, "index_topk": 8, "hidden_size_per_layer_input": 16,
+    "index_head_dim": 16, "index_n_heads": 4, "index_topk": 8,
+    "indexer_n_heads": 4, "indexer_kv_heads": 1,
+    "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 2,
+    "hidden_size_per_layer_input": 16,
     "mamba_d_state": 16, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_chunk_size": 8,
     "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 8,
     "o_lora_rank": 16, "o_groups": 2, "router_hidden_size": 32,
     "moe_layer_start_index": 0, "interleave_moe_layer_step": 1, "expert_layer_period": 1,
     "expert_layer_offset": 0,
+    "attn_layer_period": 2, "attn_layer_offset": 1,
     "num_nextn_predict_layers": 0, "num_mtp_layers": 0, "is_moe": True, "enable_moe_block": True,
 }  # fmt: skip
 
@@ -77,11 +82,12 @@ def build(
     dtype: torch.dtype = torch.float32,
     **overrides: Any,
 ) -> tuple[torch.nn.Module, Any]:
-    """A randomly initialised causal LM of `family` in train mode, and its config. Leaves the global RNG alone.
+    """A randomly initialised causal LM of `family` in train mode, and its config.
 
-    By default 2 layers, hidden 64, 8 experts, top-2, 4 heads of 16, vocabulary 256 (one token a byte). From 3 layers
-    on, a family whose real models start with a dense layer does so here. `overrides` are common names (`ALIASES`) or
-    fields of the family's config. Raises InputError for an unknown family or override, and without transformers.
+    The caller's random state is left alone. By default 2 layers, hidden 64, 8 experts, top-2, 4 heads of 16,
+    vocabulary 256 (one token a byte). From 3 layers on, a family whose real models start with a dense layer
+    does so here. `overrides` are common names (`ALIASES`) or fields of the family's config. Raises InputError
+    for an unknown family or override, and where transformers is missing.
     """
     config = tiny_config(family, n_layers=n_layers, **overrides)
     transformers = _transformers()
@@ -103,8 +109,9 @@ def tiny_config(family: str, *, n_layers: int = 2, **overrides: Any) -> Any:
         values["intermediate_size"] = TINY["expert_hidden"]
     values |= {name: value for name, value in _TINY_FIELDS.items() if name in known}
     values |= {name: min(1, n_layers // 3) for name in _DENSE_FIRST if name in known}
-    if "kv_lora_rank" in known and "num_key_value_heads" in known:
-        values["num_key_value_heads"] = TINY["n_heads"]  # latent attention has no grouped keys
+    if "kv_lora_rank" in known:  # latent attention: no grouped keys, and head_dim is the rotary part
+        latent = {"num_key_value_heads": TINY["n_heads"], "head_dim": _TINY_FIELDS["qk_rope_head_dim"]}
+        values |= {name: value for name, value in latent.items() if name in known}
     values |= _layer_lists(config_class, known, n_layers)
     values |= _named(family, known, overrides)
     return config_class(**values)
@@ -112,7 +119,7 @@ def tiny_config(family: str, *, n_layers: int = 2, **overrides: Any) -> Any:
 
 @cache
 def families() -> tuple[str, ...]:
-    """Every family that `build` accepts with the installed transformers, sorted. Imports all configs: seconds."""
+    """Every family of the installed transformers that `build` accepts, sorted. Takes seconds."""
     return tuple(sorted(name for name in _causal_models() if _has_experts(name)))
 
 
@@ -131,11 +138,15 @@ def _named(family: str, known: set[str], overrides: Mapping[str, Any]) -> dict[s
 
 
 def _layer_lists(config_class: Any, known: set[str], n_layers: int) -> dict[str, Any]:
-    """Lists with one entry a layer: every kind of layer of the real model in turn; dense ones only at the start."""
+    """Lists with an entry a layer: each kind of the real model's layers in turn, dense ones only at first."""
     default, values = config_class(), {}
-    kinds = getattr(default, "layer_types", None)
-    if "layer_types" in known and kinds:
+    if "layer_types" in known:
+        kinds = default.layer_types or ["full_attention"]
         distinct = list(dict.fromkeys(kinds))
+        if distinct == ["linear_attention"]:
+            distinct.append(
+                "full_attention"
+            )  # the released checkpoints mix them; only the bare default does not
         values["layer_types"] = [distinct[i % len(distinct)] for i in range(n_layers)]
     mlp_kinds = getattr(default, "mlp_layer_types", None)
     if "mlp_layer_types" in known and mlp_kinds and "sparse" in mlp_kinds:
