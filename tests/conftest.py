@@ -1,0 +1,20 @@
+"""Fixtures that every test folder may use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from disagmoe_compile.testing.pool import GlooPool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[GlooPool]:
+    """Up to eight gloo ranks for the whole session; only those that a test needs are started."""
+    from disagmoe_compile.testing.pool import GlooPool
+
+    with GlooPool(8) as gloo:
+        yield gloo
