@@ -58,7 +58,11 @@ class Options:
             )
         if type(self.gather_outputs) is not bool:
             raise InputError(f"option gather_outputs must be True or False, got {self.gather_outputs!r}")
-        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float) or self.timeout_s <= 0:
+        if (
+            isinstance(self.timeout_s, bool)
+            or not isinstance(self.timeout_s, int | float)
+            or self.timeout_s <= 0
+        ):
             raise InputError(f"option timeout_s must be a positive number of seconds, got {self.timeout_s!r}")
         for name in ("plan", "trace_dir"):
             value = getattr(self, name)

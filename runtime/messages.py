@@ -88,7 +88,9 @@ class Tags:
         return (self._index[transfer] * self._n_microbatches + microbatch) * _PARTS + part
 
 
-def send(transport: Transport, tags: Tags, transfer: str, microbatch: int, messages: Sequence[Message]) -> Sending:
+def send(
+    transport: Transport, tags: Tags, transfer: str, microbatch: int, messages: Sequence[Message]
+) -> Sending:
     """Starts all sends. Tensors without elements are not sent: the receiver knows their size."""
     works, nbytes = [], 0
     for message in messages:

@@ -34,7 +34,9 @@ class RankRoute:
         return self.pairs_P.numel()
 
 
-def route(token_P: torch.Tensor, expert_P: torch.Tensor, owners: Sequence[range], num_experts: int) -> tuple[RankRoute, ...]:
+def route(
+    token_P: torch.Tensor, expert_P: torch.Tensor, owners: Sequence[range], num_experts: int
+) -> tuple[RankRoute, ...]:
     """One RankRoute per FFN rank, `owners[n]` being the experts of rank n. Ids outside 0..E-1 are dropped pairs: sent nowhere."""
     valid = (expert_P >= 0) & (expert_P < num_experts)
     order_P = torch.argsort(token_P * num_experts + expert_P.clamp(0, num_experts - 1), stable=True)
@@ -48,7 +50,9 @@ def route(token_P: torch.Tensor, expert_P: torch.Tensor, owners: Sequence[range]
     return tuple(routes)
 
 
-def sum_partial_rows(partials: Sequence[torch.Tensor], routes: Sequence[RankRoute], n_tokens: int) -> torch.Tensor:
+def sum_partial_rows(
+    partials: Sequence[torch.Tensor], routes: Sequence[RankRoute], n_tokens: int
+) -> torch.Tensor:
     """[T, D] sum of the rows each rank returned, added in rank order. Rows of one rank are distinct, so no add collides."""
     total_TD = partials[0].new_zeros((n_tokens, *partials[0].shape[1:]))
     for partial_RD, one in zip(partials, routes, strict=True):
@@ -87,7 +91,9 @@ class ReceivedPairs:
         return sum(self.pairs_per_source)
 
 
-def receive_pairs(routing_2P: Sequence[torch.Tensor], rows_per_source: Sequence[int], n_local_experts: int) -> ReceivedPairs:
+def receive_pairs(
+    routing_2P: Sequence[torch.Tensor], rows_per_source: Sequence[int], n_local_experts: int
+) -> ReceivedPairs:
     """`routing_2P[m]`: of source m, [row in its message, local expert] per pair, int32 as it travels."""
     first_row, pair_rows, experts = 0, [], []
     for routing, n_rows in zip(routing_2P, rows_per_source, strict=True):

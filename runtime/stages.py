@@ -1,13 +1,17 @@
-"""What the executor asks of a compiled stage. It never reads FX metadata; compilers of stages live in `passes/aot`.
+"""What the executor knows of a stage: a compiled function, where its inputs come from, and where its outputs go.
 
-Attention: inputs are the program's `tensor_inputs` in order. Experts: `(rows_PD, weight_P, offsets_E, expert_P, *params)` with
-rows sorted by local expert, `offsets_E` int32 inclusive row ends per local expert, `expert_P` int64 the local expert of each
-row, and the rank's slice of each stacked parameter.
+The runtime never reads FX metadata. The backend binds the passes' programs to one micro-batch size and hands over these.
+Compilers of stages live in `passes/aot`. All positions index a stage's tensor inputs or its outputs.
+
+Expert stages take `(rows_PD, weight_P, offsets_E, expert_P, *params)`: rows sorted by local expert, `offsets_E` int32 inclusive
+row ends per local expert, `expert_P` int64 the local expert of each row, and the rank's slice of each stacked parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +20,7 @@ Saved = Any  # tensors (and sizes) a stage keeps for its backward; opaque to the
 
 
 class CompiledStage(Protocol):
-    """Forward and backward of one stage for one micro-batch shape. Positions index its inputs and outputs.
+    """Forward and backward of one stage for one micro-batch shape.
 
     `tangents`: outputs whose gradient backward needs. `weight_inputs`: inputs that are parameters. `splits_weight_gradient`:
     whether `backward_input` + `backward_weight` do less before the input gradient is out than `backward` does.
@@ -32,10 +36,91 @@ class CompiledStage(Protocol):
         """Gradient of every input that requires one, by position."""
         ...
 
-    def backward_input(self, saved: Saved, tangents: Mapping[int, torch.Tensor]) -> tuple[dict[int, torch.Tensor], Saved]:
+    def backward_input(
+        self, saved: Saved, tangents: Mapping[int, torch.Tensor]
+    ) -> tuple[dict[int, torch.Tensor], Saved]:
         """Gradients of the non-parameter inputs, and what `backward_weight` needs."""
         ...
 
     def backward_weight(self, saved: Saved) -> dict[int, torch.Tensor]:
         """Gradients of the parameters."""
         ...
+
+
+class SourceKind(StrEnum):
+    PARAMETER = "parameter"  # `name` is its fqn
+    REPLICATED = "replicated"  # argument `position` of the call as it is: a buffer, or an input without the batch dimension
+    SAMPLES = "samples"  # this rank's samples of this micro-batch of argument `position`
+    COMBINED = "combined"  # the experts' output of the boundary before, viewed as `shape`
+    CARRIED = "carried"  # value `position` that the attention stage before hands on
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    kind: SourceKind
+    name: str
+    position: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CarriedValue:
+    """A value that an attention stage hands on past the experts."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """Sizes of one MoE boundary, of one micro-batch on one attention rank, known to all ranks."""
+
+    n_tokens: int
+    num_experts: int
+    top_k: int
+    in_features: int
+    out_features: int
+    token_dtype: torch.dtype
+    weight_dtype: torch.dtype
+    out_dtype: torch.dtype
+    carried: tuple[CarriedValue, ...]
+
+    @property
+    def n_pairs(self) -> int:
+        return self.n_tokens * self.top_k
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchOutputs:
+    """Output positions of tokens_TD, token_P, expert_P, weight_P."""
+
+    tokens: int
+    token_ids: int
+    expert_ids: int
+    weights: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStage:
+    """`outputs`: (shape, dtype) of each. `carried`: outputs that go on to the next attention stage. `model_outputs`: index among the model's outputs -> output position. `loss_numerators`: one a loss term."""
+
+    index: int
+    compiled: CompiledStage
+    sources: tuple[Source, ...]
+    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    dispatch: DispatchOutputs | None
+    carried: tuple[int, ...]
+    model_outputs: Mapping[int, int]
+    loss_numerators: tuple[int, ...]
+    uses_rng: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStage:
+    """`params`: fqns of the stacked parameters, in the order of the compiled stage's inputs 4, 5, ..."""
+
+    index: int
+    compiled: CompiledStage
+    params: tuple[str, ...]
+    experts: range

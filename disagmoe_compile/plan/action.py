@@ -88,14 +88,20 @@ class Action:
         if self.stage < 0 or (self.microbatch is not None and self.microbatch < 0):
             raise ValueError(f"stage {self.stage} and micro-batch {self.microbatch} must not be negative")
         if (self.kind is ActionKind.OVERLAP) != bool(self.parts):
-            raise ValueError(f"OVERLAP, and only OVERLAP, has parts: kind {self.kind}, {len(self.parts)} parts")
+            raise ValueError(
+                f"OVERLAP, and only OVERLAP, has parts: kind {self.kind}, {len(self.parts)} parts"
+            )
         if self.kind is ActionKind.OVERLAP:
             if any(part.kind not in COMPUTE_KINDS for part in self.parts):
-                raise ValueError(f"parts of an OVERLAP are compute actions, got {[str(p) for p in self.parts]}")
+                raise ValueError(
+                    f"parts of an OVERLAP are compute actions, got {[str(p) for p in self.parts]}"
+                )
             return
         if self.kind is ActionKind.WAIT:
             if (self.transfer is None) == (self.after is None):
-                raise ValueError(f"a WAIT names a transfer or a compute kind, got {self.transfer} and {self.after}")
+                raise ValueError(
+                    f"a WAIT names a transfer or a compute kind, got {self.transfer} and {self.after}"
+                )
         elif self.after is not None:
             raise ValueError(f"only WAIT waits for a compute event, got {self.kind} after {self.after}")
         if self.after is not None and self.after not in COMPUTE_KINDS:
@@ -105,7 +111,9 @@ class Action:
         if self.kind in COMPUTE_KINDS and self.transfer is not None:
             raise ValueError(f"{self.kind} has no transfer, got {self.transfer}")
         if (self.microbatch is None) != (self.kind is ActionKind.REDUCE_GRAD):
-            raise ValueError(f"every action but REDUCE_GRAD has a micro-batch: {self.kind}, {self.microbatch}")
+            raise ValueError(
+                f"every action but REDUCE_GRAD has a micro-batch: {self.kind}, {self.microbatch}"
+            )
 
     def __str__(self) -> str:
         if self.kind is ActionKind.OVERLAP:
@@ -123,8 +131,15 @@ class Action:
             return overlap(*(Action.parse(part) for part in text[len("OVERLAP(") : -1].split(",")))
         found = _TEXT.match(text)
         if found is None:
-            raise ValueError(f"not an action: {text!r}; expected e.g. 3F1, 2SEND[dispatch.1]0, 2WAIT[F]0@comm_send")
-        kind, target, microbatch, stream = found["kind"], found["target"], found["microbatch"], found["stream"]
+            raise ValueError(
+                f"not an action: {text!r}; expected e.g. 3F1, 2SEND[dispatch.1]0, 2WAIT[F]0@comm_send"
+            )
+        kind, target, microbatch, stream = (
+            found["kind"],
+            found["target"],
+            found["microbatch"],
+            found["stream"],
+        )
         compute = {k.value for k in COMPUTE_KINDS}
         is_event = kind == "WAIT" and target in compute
         if stream is not None and stream not in set(Stream):

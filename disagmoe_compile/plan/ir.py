@@ -104,7 +104,9 @@ class Stage:
         if (self.role is Role.FFN) != bool(self.index % 2):
             raise ValueError(f"stages alternate: stage {self.index} cannot be {self.role}")
         if (self.role is Role.FFN) != (self.num_experts is not None):
-            raise ValueError(f"expert stages, and only they, have experts: stage {self.index}, {self.num_experts}")
+            raise ValueError(
+                f"expert stages, and only they, have experts: stage {self.index}, {self.num_experts}"
+            )
         if not set(self.owned_fqns) <= set(self.param_fqns):
             raise ValueError(f"stage {self.index} owns parameters that it does not use")
 
@@ -129,9 +131,13 @@ class Transfer:
 
     def __post_init__(self) -> None:
         if (self.direction is Direction.BACKWARD) != (self.backward_of is not None):
-            raise ValueError(f"backward transfers, and only they, mirror a forward one: {self.name}, {self.backward_of}")
+            raise ValueError(
+                f"backward transfers, and only they, mirror a forward one: {self.name}, {self.backward_of}"
+            )
         if (self.kind is TransferKind.COLLECTIVE) != (self.src == self.dst):
-            raise ValueError(f"only a collective stays inside its stage: {self.name} from {self.src} to {self.dst}")
+            raise ValueError(
+                f"only a collective stays inside its stage: {self.name} from {self.src} to {self.dst}"
+            )
 
     def nbytes(self, sizes: Mapping[str, int] | None = None) -> int:
         """Bytes of one message; see TensorSpec.nbytes."""
@@ -193,7 +199,9 @@ class Plan:
         for transfer in self.transfers:
             if transfer.name == name:
                 return transfer
-        raise KeyError(f"no transfer {name!r} in the plan; it has {', '.join(t.name for t in self.transfers)}")
+        raise KeyError(
+            f"no transfer {name!r} in the plan; it has {', '.join(t.name for t in self.transfers)}"
+        )
 
     @property
     def fingerprint(self) -> str:

@@ -49,7 +49,13 @@ class Topology:
     tied_head: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("attention_group_size", "ffn_group_size", "attention_groups", "ffn_groups", "n_boundaries"):
+        for name in (
+            "attention_group_size",
+            "ffn_group_size",
+            "attention_groups",
+            "ffn_groups",
+            "n_boundaries",
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive whole number, got {value!r}")

@@ -109,7 +109,9 @@ def run_all(executors: Sequence[Executor], mailbox: Mailbox, actions: Sequence[S
                 executor.run_action(todo.popleft())
                 progressed = True
         if not progressed:
-            stuck = ", ".join(f"rank {e.worker.rank} at {todo[0]}" for e, todo in zip(executors, left) if todo)
+            stuck = ", ".join(
+                f"rank {e.worker.rank} at {todo[0]}" for e, todo in zip(executors, left) if todo
+            )
             raise DisagMoEError(f"the schedule deadlocks: {stuck}")
     if mailbox.messages:
         raise DisagMoEError(f"{len(mailbox.messages)} messages were sent and never received")

@@ -113,5 +113,7 @@ class ProcessGroupTransport:
 
 def _not_none(work: dist.Work | None) -> dist.Work:
     if work is None:
-        raise RuntimeError("torch.distributed returned no Work: this rank is not in the process group of the lane")
+        raise RuntimeError(
+            "torch.distributed returned no Work: this rank is not in the process group of the lane"
+        )
     return work

@@ -1,0 +1,207 @@
+"""Runs a list of actions on one rank. It dispatches on `Action.kind` and nothing else: another valid order is another run.
+
+One micro-batch, followed through an attention stage: RECV posts buffers, WAIT lets the worker take the message in, F computes,
+FREE drops the message, SEND starts what F left to be sent, and a later WAIT on the sender's side lets its buffers go.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from disagmoe_compile.errors import DisagMoEError, PeerError
+from disagmoe_compile.plan.action import Action, ActionKind
+from disagmoe_compile.plan.ir import Plan, Transfer
+from disagmoe_compile.runtime.messages import Receiving, ReceivingRouted, Sending, send
+from disagmoe_compile.runtime.timeline import Event
+from disagmoe_compile.runtime.worker import StepInputs, Worker
+
+Key = tuple[str, int]
+
+
+class Executor:
+    """`events` of the last step, in the order of execution; `sent_bytes` per transfer since the start."""
+
+    def __init__(self, plan: Plan, worker: Worker) -> None:
+        self.plan, self.worker = plan, worker
+        self._transfers = {t.name: t for t in plan.transfers}
+        self._handlers: dict[ActionKind, Callable[[Action], int]] = {
+            ActionKind.FORWARD: self._forward,
+            ActionKind.BACKWARD: self._backward,
+            ActionKind.BACKWARD_INPUT: self._backward_input,
+            ActionKind.BACKWARD_WEIGHT: self._backward_weight,
+            ActionKind.SEND: self._send,
+            ActionKind.RECV: self._receive,
+            ActionKind.WAIT: self._wait,
+            ActionKind.FREE: self._free,
+            ActionKind.REDUCE_GRAD: self._reduce_gradients,
+            ActionKind.OVERLAP: self._overlap,
+        }
+        self._owned = {s.index: s.owned_fqns for s in plan.stages}
+        self.sent_bytes: dict[str, int] = {}
+        self.step_count = 0
+
+    def begin(self, step: StepInputs) -> None:
+        self.worker.begin(step)
+        self.events: list[Event] = []
+        self._sending: dict[Key, Sending] = {}
+        self._receiving: dict[Key, Receiving | ReceivingRouted] = {}
+        self._reducing: dict[str, _Reduction] = {}
+        self._started: dict[tuple[ActionKind, Key], int] = {}
+
+    def run(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            self.run_action(action)
+        self.step_count += 1
+
+    def run_action(self, action: Action) -> None:
+        """Raises PeerError naming rank and action where a message fails; our own errors pass unchanged."""
+        index, start = len(self.events), time.time()
+        self.events.append(Event(str(action), str(action.stream), start, start, step=self.step_count))
+        try:
+            nbytes = self._handlers[action.kind](action)
+        except DisagMoEError:
+            raise
+        except (RuntimeError, TimeoutError) as error:
+            if action.kind in _COMMUNICATES:
+                raise self._peer_error(action, error) from error
+            raise
+        self.events[index] = replace(self.events[index], end=time.time(), nbytes=nbytes)
+
+    def can_run(self, action: Action) -> bool:
+        """Whether the action would not block. For the loopback transport, which runs all ranks in turn on one thread."""
+        if action.kind is ActionKind.REDUCE_GRAD:
+            return self._reduction(action).work.ready()
+        if action.kind is ActionKind.WAIT and action.transfer is not None and not self._is_sender(action):
+            return self._receiving[_key(action)].ready()
+        return True
+
+    # ---- compute
+    def _forward(self, action: Action) -> int:
+        self.worker.forward(action.stage, _microbatch(action))
+        return 0
+
+    def _backward(self, action: Action) -> int:
+        self.worker.backward(action.stage, _microbatch(action), split=False)
+        return 0
+
+    def _backward_input(self, action: Action) -> int:
+        self.worker.backward(action.stage, _microbatch(action), split=True)
+        return 0
+
+    def _backward_weight(self, action: Action) -> int:
+        self.worker.backward_weight(action.stage, _microbatch(action))
+        return 0
+
+    def _overlap(self, action: Action) -> int:
+        """The parts are independent; one device queue runs them one after the other."""
+        return sum(self._handlers[part.kind](part) for part in action.parts)
+
+    # ---- communication
+    def _send(self, action: Action) -> int:
+        transfer, microbatch = self._transfer(action), _microbatch(action)
+        messages = self.worker.outgoing(transfer, microbatch)
+        sending = send(self.worker.transport, self.worker.tags, transfer.name, microbatch, messages)
+        self._sending[_key(action)] = sending
+        self._started[ActionKind.SEND, _key(action)] = len(self.events) - 1
+        self.sent_bytes[transfer.name] = self.sent_bytes.get(transfer.name, 0) + sending.nbytes
+        return sending.nbytes
+
+    def _receive(self, action: Action) -> int:
+        self._receiving[_key(action)] = self.worker.post_receive(self._transfer(action), _microbatch(action))
+        self._started[ActionKind.RECV, _key(action)] = len(self.events) - 1
+        return 0
+
+    def _wait(self, action: Action) -> int:
+        if action.transfer is None:
+            return 0  # one queue: the compute before it in the list has run
+        if self._is_sender(action):
+            self._sending[_key(action)].wait()
+            self._finish(ActionKind.SEND, _key(action))
+            return 0
+        receiving = self._receiving.pop(_key(action))
+        if isinstance(receiving, ReceivingRouted):
+            receiving = receiving.wait()
+        messages = receiving.wait()
+        self._finish(ActionKind.RECV, _key(action), receiving.nbytes)
+        self.worker.arrived(self._transfer(action), _microbatch(action), messages)
+        return 0
+
+    def _free(self, action: Action) -> int:
+        if self._is_sender(action):
+            del self._sending[_key(action)]
+        else:
+            self.worker.release(self._transfer(action), _microbatch(action))
+        return 0
+
+    def _reduce_gradients(self, action: Action) -> int:
+        reduction = self._reduction(action)
+        reduction.work.wait()
+        for fqn, part in zip(reduction.fqns, reduction.flat.split(reduction.sizes), strict=True):
+            gradient = self.worker.gradients[fqn]
+            gradient.copy_(part.view_as(gradient))
+        del self._reducing[str(action)]
+        return reduction.flat.numel() * reduction.flat.element_size()
+
+    def _reduction(self, action: Action) -> _Reduction:
+        """The sum over the replicas, started on first sight."""
+        if str(action) not in self._reducing:
+            gradients = self.worker.gradients
+            fqns = [fqn for fqn in self._owned[action.stage] if fqn in gradients]
+            flat = torch.cat([gradients[fqn].reshape(-1) for fqn in fqns])
+            ranks = self.plan.topology.ranks_of_group(self.worker.group)
+            work = self.worker.transport.all_reduce(flat, ranks, self.worker.tags.of(str(action.transfer), 0))
+            self._reducing[str(action)] = _Reduction(
+                fqns, [gradients[fqn].numel() for fqn in fqns], flat, work
+            )
+        return self._reducing[str(action)]
+
+    # ---- small things
+    def _transfer(self, action: Action) -> Transfer:
+        assert action.transfer is not None
+        return self._transfers[action.transfer]
+
+    def _is_sender(self, action: Action) -> bool:
+        return self._transfer(action).src == action.stage
+
+    def _finish(self, kind: ActionKind, key: Key, nbytes: int | None = None) -> None:
+        """An asynchronous operation ends where this rank saw its end."""
+        index = self._started.pop((kind, key))
+        event = self.events[index]
+        self.events[index] = replace(
+            event, end=time.time(), nbytes=event.nbytes if nbytes is None else nbytes
+        )
+
+    def _peer_error(self, action: Action, error: BaseException) -> PeerError:
+        transfer = self._transfer(action)
+        is_collective = transfer.src == transfer.dst
+        other = (
+            action.stage if is_collective else transfer.dst if action.stage == transfer.src else transfer.src
+        )
+        peers = [rank for rank in self.plan.topology.ranks_of_stage(other) if rank != self.worker.rank]
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return PeerError(
+            f"rank {self.worker.rank} ({self.worker.group}) lost contact in action {action} "
+            f"with rank(s) {', '.join(map(str, peers))}: {reason}"
+        )
+
+
+class _Reduction:
+    def __init__(self, fqns: list[str], sizes: list[int], flat: torch.Tensor, work: object) -> None:
+        self.fqns, self.sizes, self.flat, self.work = fqns, sizes, flat, work
+
+
+_COMMUNICATES = frozenset({ActionKind.SEND, ActionKind.RECV, ActionKind.WAIT, ActionKind.REDUCE_GRAD})
+
+
+def _key(action: Action) -> Key:
+    assert action.transfer is not None
+    return action.transfer, _microbatch(action)
+
+
+def _microbatch(action: Action) -> int:
+    assert action.microbatch is not None
+    return action.microbatch
