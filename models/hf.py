@@ -144,9 +144,7 @@ def _layer_lists(config_class: Any, known: set[str], n_layers: int) -> dict[str,
         kinds = default.layer_types or ["full_attention"]
         distinct = list(dict.fromkeys(kinds))
         if distinct == ["linear_attention"]:
-            distinct.append(
-                "full_attention"
-            )  # the released checkpoints mix them; only the bare default does not
+            distinct.append("full_attention")  # released checkpoints mix them; the bare default does not
         values["layer_types"] = [distinct[i % len(distinct)] for i in range(n_layers)]
     mlp_kinds = getattr(default, "mlp_layer_types", None)
     if "mlp_layer_types" in known and mlp_kinds and "sparse" in mlp_kinds:
