@@ -20,7 +20,7 @@ def clusters(as_json: JsonOption = False, debug: DebugOption = False) -> Output:
 def _render(console: Console, known: list[Cluster]) -> None:
     table = Table(title="Node types (peaks as vendors state them; bytes/s in one direction)")
     table.add_column("name", no_wrap=True)
-    for column in ("bf16\nTFLOP/s", "memory\nGB", "memory\nGB/s", "link\nGB/s", "GPUs", "NICs", "NIC\nGB/s"):
+    for column in ("bf16\nTFLOPS", "HBM\nGB", "HBM\nGB/s", "link\nGB/s", "GPUs", "NICs", "NIC\nGB/s"):
         table.add_column(column, justify="right")
     for cluster in known:
         gpu = cluster.gpu

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from disagmoe_compile.cli import clusters
+from disagmoe_compile.cli import clusters, doctor, plan
 from disagmoe_compile.cli.output import report
 
 app = typer.Typer(
@@ -19,7 +19,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("doctor")(doctor.doctor)
 app.command("clusters")(clusters.clusters)
+app.command("plan")(plan.plan)
 
 
 @app.callback(invoke_without_command=True)

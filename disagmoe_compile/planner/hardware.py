@@ -128,8 +128,8 @@ def find_cluster(name: str, nodes: int = 1) -> Cluster:
 def local_cpu(n_ranks: int) -> Cluster:
     """`n_ranks` processes of this machine, one core each, talking over the loopback device: ASSUMED numbers, not measured.
 
-    40 GFLOP/s fp32 a core (a few AVX2 FMAs a cycle, at what small matmuls reach), 2 GB/s one way through gloo for each process, 4 GB of
-    memory a rank. Only their ratio, 20 FLOPs a byte, decides a split of ranks.
+    40 GFLOP/s fp32 a core, 2 GB/s one way through gloo for each process, 4 GB of memory a rank. Of these, only FLOP/s over
+    bytes/s, 20 FLOPs a byte, decides a split of ranks.
     """
     core = GPU(
         name="cpu core",
