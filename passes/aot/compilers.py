@@ -1,0 +1,107 @@
+"""How a graph of a stage becomes a callable: "inductor", or "aot_eager" (the traced graph as it is).
+
+"eager" has no graph compiler: `compiled.EagerStage` runs the program itself.
+
+Inductor's settings, measured on two cores (see docs of `INDUCTOR_SETTINGS`): ranks share its disk cache, so a graph that one
+rank has compiled is only loaded by the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+from torch._dynamo.utils import counters
+from torch._functorch.partitioners import default_partition
+
+from disagmoe_compile.errors import InputError
+
+COMPILERS = ("inductor", "aot_eager", "eager")
+
+BoxedGraph = Callable[[list[Any]], Sequence[Any]]
+"""Takes its inputs as a list, which it may clear to free them early; returns the graph's outputs."""
+
+Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+
+class GraphCompiler(Protocol):
+    """`decompositions` and `partition` apply while the stage is exported, `compile` to each of its graphs."""
+
+    @property
+    def partition(self) -> Partition: ...
+
+    def decompositions(self) -> Mapping[Any, Callable[..., Any]] | None: ...
+
+    def compile(self, graph: fx.GraphModule, *, backward: bool, inference: bool) -> BoxedGraph: ...
+
+
+class AotEager:
+    """Runs the traced operators one by one."""
+
+    partition = staticmethod(default_partition)
+
+    def decompositions(self) -> None:
+        return None
+
+    def compile(self, graph: fx.GraphModule, *, backward: bool, inference: bool) -> BoxedGraph:
+        run = graph.forward
+
+        def boxed(inputs: list[Any]) -> Sequence[Any]:
+            arguments = tuple(inputs)
+            inputs.clear()
+            return run(*arguments)  # type: ignore[no-any-return]
+
+        return boxed
+
+
+class Inductor:
+    """Inductor's inner compiler on graphs that are already functional, decomposed and partitioned."""
+
+    partition = staticmethod(default_partition)
+
+    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+        from torch._inductor.decomposition import select_decomp_table
+
+        return select_decomp_table()
+
+    def compile(self, graph: fx.GraphModule, *, backward: bool, inference: bool) -> BoxedGraph:
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        _pin_output_strides(graph)
+        examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+        with config.patch(INDUCTOR_SETTINGS):
+            compiled = compile_fx_inner(graph, examples, is_backward=backward, is_inference=inference)
+        return compiled  # type: ignore[return-value]
+
+
+INDUCTOR_SETTINGS: Mapping[str, Any] = {
+    "fx_graph_cache": True,
+    "compile_threads": 1,
+}
+
+
+def _pin_output_strides(graph: fx.GraphModule) -> None:
+    """Every output keeps its traced stride, saved values too: the backward graph was traced with those."""
+    output = graph.graph.output_node()
+    values = [node.meta["val"] if isinstance(node, fx.Node) else None for node in output.args[0]]
+    output.meta["user_visible_output_idxs"] = list(range(len(values)))
+    output.meta["original_output_strides"] = [
+        value.stride() if isinstance(value, torch.Tensor) else None for value in values
+    ]
+
+
+def graph_compiler(name: str) -> GraphCompiler:
+    """`InputError` for an unknown name."""
+    if name == "inductor":
+        return Inductor()
+    if name == "aot_eager":
+        return AotEager()
+    raise InputError(f"stage_compiler={name!r} is unknown; valid are {', '.join(COMPILERS)}")
+
+
+def fx_graph_cache_hits() -> int:
+    """How often Inductor has found a graph in its disk cache, in this process, so far."""
+    return int(counters["inductor"]["fxgraph_cache_hit"])
