@@ -165,9 +165,7 @@ def _render(console: Console, findings: list[Finding]) -> None:
     for finding in findings:
         colour = "green" if finding.is_ok else "red" if finding.is_required else "yellow"
         advice = "" if finding.is_ok else finding.advice
-        table.add_row(
-            finding.name, f"[{colour}]{finding.status}[/]", finding.found, advice.replace("[", r"\[")
-        )
+        table.add_row(finding.name, f"[{colour}]{finding.status}[/]", escape(finding.found), escape(advice))
     console.print(table)
 
 

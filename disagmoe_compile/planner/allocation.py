@@ -81,7 +81,7 @@ class AllocationProblem:
                 )
         for name in ("allowed_attention_gpus", "allowed_ffn_gpus"):
             allowed = getattr(self, name)
-            if allowed is not None and not (allowed and all(_is_whole_number(n) and n >= 1 for n in allowed)):
+            if allowed is not None and not _is_set_of_sizes(allowed):
                 raise InputError(f"{name} must be a list of whole numbers of at least 1, got {allowed!r}")
         if self.nics_follow_gpus and self.gpus != self.nics:
             raise InputError(f"nics_follow_gpus needs a NIC a GPU, got {self.gpus} GPUs and {self.nics} NICs")
@@ -296,6 +296,10 @@ def _nic_candidates(roofs: _Roofs, gpus: int, nics: range) -> set[int]:
 
 def _is_whole_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_set_of_sizes(value: object) -> bool:
+    return isinstance(value, tuple) and bool(value) and all(_is_whole_number(n) and n >= 1 for n in value)
 
 
 def _is_amount(value: object) -> bool:

@@ -1,0 +1,123 @@
+"""Sizes of groups from costs: inside torch.compile, different models must get different splits."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagmoe_compile.errors import InputError
+from disagmoe_compile.planner.cost_model import StageCosts, split_world
+from disagmoe_compile.planner.hardware import find_cluster, local_cpu
+from disagmoe_compile.planner.layer_costs import LayerShape, layer_costs
+
+DENSE_HEAVY = LayerShape(
+    hidden=256, heads=8, kv_heads=8, head_dim=32, expert_hidden=64, num_experts=8, top_k=1
+)
+EXPERT_HEAVY = LayerShape(
+    hidden=256, heads=8, kv_heads=8, head_dim=32, expert_hidden=1024, num_experts=8, top_k=4
+)
+
+
+def test_two_models_get_two_splits() -> None:
+    splits = [
+        split_world(layer_costs(shape, seq_length=512), world_size=8, hardware=local_cpu(8), num_experts=8)[
+            :2
+        ]
+        for shape in (DENSE_HEAVY, EXPERT_HEAVY)
+    ]
+    (dense_m, dense_n), (expert_m, expert_n) = splits
+    assert dense_m > expert_m and dense_n < expert_n
+    assert dense_m + dense_n == expert_m + expert_n == 8
+
+
+def test_longer_sequences_move_ranks_to_attention() -> None:
+    sizes = [
+        split_world(layer_costs(EXPERT_HEAVY, seq_length=s), world_size=16, hardware=local_cpu(16))[0]
+        for s in (256, 4096, 65536)
+    ]
+    assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
+
+
+def test_the_split_does_not_depend_on_the_unit_of_work() -> None:
+    costs = layer_costs(EXPERT_HEAVY, seq_length=512)
+    one = split_world(costs, world_size=8, hardware=local_cpu(8))
+    three = split_world(costs + costs + costs, world_size=8, hardware=local_cpu(8))
+    assert one[:2] == three[:2]
+    assert three[2].t_star_s == pytest.approx(3 * one[2].t_star_s)
+
+
+def test_pipeline_groups_share_the_world() -> None:
+    costs = StageCosts(3e9, 1e9, 1.0)
+    m, n, allocation = split_world(costs, world_size=8, pipeline_groups=2, hardware=local_cpu(8))
+    assert (m, n) == (3, 1) == (allocation.attention_gpus, allocation.ffn_gpus)
+
+
+def test_no_more_ffn_ranks_than_experts() -> None:
+    costs = StageCosts(1e9, 7e9, 1.0)
+    assert split_world(costs, world_size=8, hardware=local_cpu(8))[:2] == (1, 7)
+    assert split_world(costs, world_size=8, hardware=local_cpu(8), num_experts=4)[:2] == (4, 4)
+
+
+def test_attention_ranks_divide_the_samples() -> None:
+    costs = StageCosts(5e9, 3e9, 1.0)
+    assert split_world(costs, world_size=8, hardware=local_cpu(8))[:2] == (5, 3)
+    assert split_world(costs, world_size=8, hardware=local_cpu(8), samples=8)[0] in (4, 2, 1)
+
+
+def test_a_size_that_the_user_fixed_is_kept() -> None:
+    costs = StageCosts(5e9, 3e9, 1.0)
+    assert split_world(costs, world_size=8, hardware=local_cpu(8), allowed_attention=(2,))[:2] == (2, 6)
+    assert split_world(costs, world_size=8, hardware=local_cpu(8), allowed_ffn=(1,))[:2] == (7, 1)
+
+
+def test_a_rank_brings_its_own_nic() -> None:
+    # Exchange bound: with free NICs attention would take few GPUs, here each side needs half of them.
+    _, _, allocation = split_world(StageCosts(1e3, 1e6, 1e9), world_size=8, hardware=local_cpu(8))
+    assert (allocation.attention_gpus, allocation.attention_nics) == (4, 4)
+
+
+def test_a_cluster_with_fewer_nics_than_gpus_shares_them_out() -> None:
+    from dataclasses import replace
+
+    cluster = replace(find_cluster("h800", nodes=2), nics_per_node=4)
+    _, _, allocation = split_world(StageCosts(1e12, 1e12, 1e9), world_size=16, hardware=cluster)
+    assert allocation.attention_nics + allocation.ffn_nics == 8
+
+
+def test_all_rules_that_no_split_satisfies_are_named() -> None:
+    with pytest.raises(InputError) as caught:
+        split_world(
+            StageCosts(1, 1, 1),
+            world_size=8,
+            hardware=local_cpu(8),
+            num_experts=2,
+            samples=4,
+            allowed_attention=(3,),
+        )
+    message = str(caught.value)
+    for rule in ("= 8", "attention_group_size is 3", "divides the 4 samples", "at most the 2 experts"):
+        assert rule in message
+
+
+@pytest.mark.parametrize(
+    ("world_size", "groups", "message"),
+    [
+        (1, 1, "at least 2 ranks"),
+        (5, 2, "not divisible by pipeline_groups 2"),
+        (2, 2, "at least 4"),
+        (4, 0, "at least 1"),
+    ],
+)
+def test_a_world_that_cannot_form_the_groups(world_size: int, groups: int, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        split_world(StageCosts(1, 1, 1), world_size=world_size, pipeline_groups=groups, hardware=local_cpu(8))
+
+
+def test_more_ranks_than_devices() -> None:
+    with pytest.raises(InputError, match="16 ranks do not fit on 8"):
+        split_world(StageCosts(1, 1, 1), world_size=16, hardware=find_cluster("h800"))
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_costs_are_finite_and_not_negative(value: float) -> None:
+    with pytest.raises(InputError, match="ffn_flops"):
+        StageCosts(1.0, value, 1.0)
