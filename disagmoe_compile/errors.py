@@ -1,6 +1,7 @@
 """Every error this project raises on purpose. Each says what, where, why, and what to do, in one line.
 
-The command line prints `str(error)` and nothing else (unless `--debug`): bad input exits with status 2, a failure while running with 1.
+The command line prints `str(error)` and nothing else (unless `--debug`): bad input exits with status 2, a failure while
+running with 1.
 """
 
 from __future__ import annotations

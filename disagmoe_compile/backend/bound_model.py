@@ -1,0 +1,88 @@
+"""A user's model on this rank: its topology, the process groups, and the parameters that this rank owns. Made at the first
+compile of a model; later graphs of the same model (eval, no_grad, another length) find it again.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+
+from disagmoe_compile.capture import CapturedGraph
+from disagmoe_compile.config import Options
+from disagmoe_compile.errors import DisagMoEError, InputError
+from disagmoe_compile.passes.pipeline import PartitionResult
+from disagmoe_compile.plan.topology import Topology
+from disagmoe_compile.backend.planning import choose_topology, make_plan
+from disagmoe_compile.runtime.agreement import agree, broadcast_text
+from disagmoe_compile.runtime.binding import Binding, bind
+from disagmoe_compile.runtime.placement import placements
+from disagmoe_compile.runtime.process_group import PipelineGroups
+from disagmoe_compile.runtime.retrace import install_retrace
+from disagmoe_compile.runtime.state_dict import install
+from disagmoe_compile.runtime.transport.process_group import ProcessGroupTransport
+
+
+@dataclass(frozen=True, slots=True)
+class BoundModel:
+    topology: Topology
+    groups: PipelineGroups
+    binding: Binding
+    transport: ProcessGroupTransport
+
+
+_MODELS: weakref.WeakKeyDictionary[nn.Module, BoundModel] = weakref.WeakKeyDictionary()
+
+
+def bound_model(captured: CapturedGraph, partition: PartitionResult, options: Options) -> BoundModel:
+    """Collective. Plans the topology on rank 0 and hands each rank its parameters, once per model.
+
+    Raises DivergenceError where ranks captured different graphs, InputError where sizes do not fit.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    agree("the captured graph", partition.fingerprint, world)
+    root = captured.root_module()
+    known = _MODELS.get(root)
+    if known is not None:
+        known.binding.drop_guards()
+        return known
+    sizes = captured.sizes(captured.example_inputs)
+    topology = Topology(
+        **json.loads(from_rank_zero(lambda: _topology_text(partition, sizes, options), world))
+    )
+    groups = PipelineGroups.create(topology, options.timeout_s)
+    plan = make_plan(
+        partition.programs, captured.parameter_fqns, sizes, topology, options, partition.fingerprint
+    )
+    parameters = captured.parameters()
+    where = placements(plan, {fqn: p.shape for fqn, p in parameters.items()})
+    binding = bind(parameters, where, dist.get_rank(), groups.world)
+    install_retrace(root, binding)
+    install(root, binding, topology, groups)
+    transport = ProcessGroupTransport(topology, groups.lanes, groups.replicas, options.timeout_s)
+    _MODELS[root] = BoundModel(topology, groups, binding, transport)
+    return _MODELS[root]
+
+
+def _topology_text(partition: PartitionResult, sizes: object, options: Options) -> str:
+    topology = choose_topology(partition.programs, sizes, options, dist.get_world_size())  # type: ignore[arg-type]
+    return json.dumps({name: getattr(topology, name) for name in Topology.__slots__})
+
+
+def from_rank_zero(make: Callable[[], str], group: dist.ProcessGroup) -> str:
+    """`make()` of rank 0, on every rank; an error that it raises is raised on every rank, so none waits for an answer."""
+    text = None
+    if dist.get_rank() == 0:
+        try:
+            text = json.dumps({"text": make()})
+        except DisagMoEError as error:
+            text = json.dumps({"error": str(error), "input": isinstance(error, InputError)})
+    answer = json.loads(broadcast_text(text, group))
+    if "error" in answer:
+        raise (InputError if answer["input"] else DisagMoEError)(answer["error"])
+    return str(answer["text"])

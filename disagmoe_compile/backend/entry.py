@@ -1,0 +1,101 @@
+"""`torch.compile(model, backend="disagmoe")`: capture -> passes -> plan -> bind. The only file that knows all parts.
+
+Dynamo calls `disagmoe` with a graph of the user's model. Under several ranks the answer is a Session (runtime/session.py)
+that runs this rank's part of a plan. In one process there is nothing to disaggregate: the stage compiler gets the whole graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._dynamo.exc import ShortenTraceback
+
+from disagmoe_compile.backend.bound_model import bound_model
+from disagmoe_compile.capture import capture, check_graph_break
+from disagmoe_compile.config import Options
+from disagmoe_compile.errors import DisagMoEError, InputError, UnsupportedModelError
+from disagmoe_compile.backend.graph_session import make_session
+from disagmoe_compile.inspect.dump import GraphDumper
+from disagmoe_compile.passes.pipeline import PartitionResult, partition_model
+from disagmoe_compile.runtime.optimizer_hooks import expect_bind
+from disagmoe_compile.runtime.process_group import Launch, ensure_process_group
+
+
+def disagmoe(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Any:
+    """The backend. `options`: docs/options.md. Raises InputError (a ValueError) for bad options, graphs and sizes."""
+    try:
+        return _compile(gm, example_inputs, Options.from_mapping(options))
+    except DisagMoEError as error:
+        raise _through_dynamo(error) from error
+
+
+def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Any:
+    device = next((e.device for e in example_inputs if isinstance(e, torch.Tensor)), torch.device("cpu"))
+    if not ensure_process_group(options.timeout_s, device):
+        return _compile_alone(gm, example_inputs, options)
+    if device.type != "cpu":
+        raise UnsupportedModelError(
+            f"the model is on {device}, but this version runs several ranks over gloo on the CPU only; "
+            "move the model to the CPU or run one process"
+        )
+    check_graph_break(gm)
+    captured = capture(gm, example_inputs)
+    partition = partition_model(captured, observers=_dumps(options), loss_reduction=options.loss_reduction)
+    if not partition.programs.experts:
+        raise UnsupportedModelError(
+            f"no MoE region found in the model{_why_not(partition)}; "
+            f"{dist.get_world_size()} ranks need one to split attention from experts: run one process, or another backend"
+        )
+    model = bound_model(captured, partition, options)
+    return make_session(captured, partition, model, options)
+
+
+def _compile_alone(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Any:
+    sizes = (options.attention_group_size, options.ffn_group_size, options.pipeline_groups)
+    if any(sizes) or options.plan:
+        raise InputError(
+            "group sizes do not match the world size: one process runs, and attention_group_size, ffn_group_size, "
+            "pipeline_groups and plan describe several ranks; start with torchrun --nproc-per-node, or leave them out"
+        )
+    if options.trace_dir:
+        partition_model(
+            capture(gm, example_inputs), observers=_dumps(options), loss_reduction=options.loss_reduction
+        )
+    compiler = torch._dynamo.backends.registry.lookup_backend(options.stage_compiler)
+    return compiler(gm, list(example_inputs))
+
+
+def _dumps(options: Options) -> tuple[GraphDumper, ...]:
+    writes = options.trace_dir and (not dist.is_initialized() or dist.get_rank() == 0)
+    return (GraphDumper(options.trace_dir),) if writes and options.trace_dir else ()
+
+
+def _why_not(partition: PartitionResult) -> str:
+    reasons = [reason for report in partition.reports for reason in report.skipped]
+    return f" ({'; '.join(map(str, reasons[:3]))})" if reasons else ""
+
+
+def _through_dynamo(error: DisagMoEError) -> DisagMoEError:
+    """The same error, of a class that Dynamo hands to the user as it is instead of wrapping it in BackendCompilerFailed."""
+    kind = type(error)
+    passing = type(kind.__name__, (_Passing, kind), {"__module__": kind.__module__})
+    one: DisagMoEError = passing.__new__(passing, *error.args)
+    one.args = error.args
+    one.__dict__.update(error.__dict__)
+    return one
+
+
+class _Passing(ShortenTraceback):
+    """What Dynamo looks for; None means that it leaves the traceback alone."""
+
+    first_useful_frame = None
+
+
+if Launch.from_environment() is not None:
+    expect_bind()

@@ -1,0 +1,153 @@
+"""Every rank of a plan in this process, over the loopback mailbox: the per-rank action lists without processes.
+
+run = run_virtual(model, batch, attention_group_size=2, ffn_group_size=2, n_microbatches=4)
+assert_parity(run.loss, run.gradients, eager_reference(model, **batch))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from disagmoe_compile.capture import CapturedGraph, capture
+from disagmoe_compile.config import Options
+from disagmoe_compile.backend.graph_session import make_loss
+from disagmoe_compile.passes.extract import without_outputs
+from disagmoe_compile.passes.pipeline import PartitionResult, partition_model
+from disagmoe_compile.plan.ir import Plan
+from disagmoe_compile.plan.topology import Role
+from disagmoe_compile.backend.planning import choose_topology, make_plan, microbatch_sizes
+from disagmoe_compile.runtime.attention_worker import AttentionWorker
+from disagmoe_compile.runtime.executor import Executor
+from disagmoe_compile.runtime.expert_worker import ExpertWorker
+from disagmoe_compile.runtime.placement import placements
+from disagmoe_compile.runtime.transport.loopback import LoopbackTransport, Mailbox, run_all
+from disagmoe_compile.runtime.worker import StepInputs, Worker
+from disagmoe_compile.backend.stage_binding import StageBinder, bind_boundaries
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedCall:
+    """A model's captured and partitioned graph, with the flat arguments of the call that was captured."""
+
+    captured: CapturedGraph
+    partition: PartitionResult
+    arguments: tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualRun:
+    """`gradients` are global: shards put together, replicas taken once. `executors` in rank order, for their events."""
+
+    plan: Plan
+    loss: float
+    gradients: Mapping[str, torch.Tensor]
+    executors: tuple[Executor, ...]
+
+
+def capture_call(
+    model: torch.nn.Module, batch: Mapping[str, object], *, loss_reduction: str = "auto"
+) -> CapturedCall:
+    """Traces one call through torch.compile and partitions it; the call itself runs the partitioned graph."""
+    found: list[CapturedCall] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: list[object]) -> Callable[..., object]:
+        captured = capture(gm, example_inputs)
+        partition = partition_model(captured, loss_reduction=loss_reduction)
+
+        def run(*arguments: object) -> object:
+            found.append(CapturedCall(captured, partition, arguments))
+            return partition.graph_module(*arguments)
+
+        return run
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend, fullgraph=True)(**batch)
+    return found[-1]
+
+
+def run_virtual(
+    model: torch.nn.Module,
+    batch: Mapping[str, object],
+    *,
+    world_size: int | None = None,
+    edit_plan: Callable[[Plan], Plan] = lambda plan: plan,
+    edit_workers: Callable[[list[Worker]], None] = lambda workers: None,
+    **options: object,
+) -> VirtualRun:
+    """One training step of all ranks. `options` as for torch.compile; `stage_compiler` is "eager" unless given.
+
+    `edit_plan` and `edit_workers` are for negative controls. Raises what planning, validation and the executors raise.
+    """
+    call = capture_call(model, batch)
+    return run_captured(
+        call, world_size=world_size, edit_plan=edit_plan, edit_workers=edit_workers, **options
+    )
+
+
+def run_captured(
+    call: CapturedCall,
+    *,
+    world_size: int | None = None,
+    edit_plan: Callable[[Plan], Plan] = lambda plan: plan,
+    edit_workers: Callable[[list[Worker]], None] = lambda workers: None,
+    **options: object,
+) -> VirtualRun:
+    """`run_virtual` without tracing again: many plans for one captured call."""
+    chosen = Options.from_mapping({"stage_compiler": "eager", **options})
+    captured, programs = call.captured, call.partition.programs
+    programs = replace(programs, attention=tuple(without_outputs(p) for p in programs.attention))
+    sizes = captured.sizes(call.arguments)
+    groups = chosen.pipeline_groups or 1
+    asked = groups * ((chosen.attention_group_size or 1) + (chosen.ffn_group_size or 1))
+    topology = choose_topology(programs, sizes, chosen, world_size or asked)
+    fqns = captured.parameter_fqns
+    plan = edit_plan(make_plan(programs, fqns, sizes, topology, chosen, call.partition.fingerprint))
+    assert plan.training is not None and programs.loss is not None
+    micro = microbatch_sizes(programs, sizes, plan.workload.microbatch_size)
+    device = torch.device("cpu")
+    binder = StageBinder(programs, fqns, compiler=chosen.stage_compiler, training=True, device=device)
+    boundaries = bind_boundaries(programs, plan, micro)
+    mailbox = Mailbox()
+    workers: list[Worker] = []
+    for rank in range(topology.world_size):
+        transport = LoopbackTransport(mailbox, rank)
+        if topology.group_of_rank(rank).role is Role.ATTENTION:
+            workers.append(
+                AttentionWorker(
+                    plan, rank, binder.attention(plan, rank, micro), boundaries, transport, device
+                )
+            )
+        else:
+            workers.append(
+                ExpertWorker(plan, rank, binder.experts(plan, rank), boundaries, transport, device)
+            )
+    edit_workers(workers)
+    executors = tuple(Executor(plan, worker) for worker in workers)
+    whole = {fqn: call.arguments[position].detach() for position, fqn in fqns.items()}  # type: ignore[attr-defined]
+    where = placements(plan, {fqn: p.shape for fqn, p in whole.items()})
+    scales = make_loss(programs.loss).scales(call.arguments)
+    for executor in executors:
+        rank = executor.worker.rank
+        owned = {
+            fqn: whole[fqn][slice(*(rows or (None,)))].clone()
+            for fqn, place in where.items()
+            if rank in place.ranges
+            for rows in (place.ranges[rank],)
+        }
+        executor.begin(StepInputs(call.arguments, owned, scales, call_seed=0))
+    run_all(executors, mailbox, [plan.training.of(executor.worker.group) for executor in executors])
+    numerators = [w.numerators for w in workers if isinstance(w, AttentionWorker) and w.numerators]
+    loss = sum(float(n) * scale for one in numerators for n, scale in zip(one, scales, strict=True))
+    gradients: dict[str, torch.Tensor] = {}
+    for fqn, place in where.items():
+        for rank, rows in place.ranges.items():
+            gradient = workers[rank].gradients.get(fqn)
+            if gradient is not None:
+                gradients.setdefault(fqn, torch.full_like(whole[fqn], float("nan")))[
+                    slice(*(rows or (None,)))
+                ] = gradient
+    return VirtualRun(plan, loss, gradients, executors)
