@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 
+from disagmoe_compile.backend.planning import choose_topology, make_plan
 from disagmoe_compile.capture import CapturedGraph
 from disagmoe_compile.config import Options
 from disagmoe_compile.errors import DisagMoEError, InputError
 from disagmoe_compile.passes.pipeline import PartitionResult
 from disagmoe_compile.plan.topology import Topology
-from disagmoe_compile.backend.planning import choose_topology, make_plan
 from disagmoe_compile.runtime.agreement import agree, broadcast_text
 from disagmoe_compile.runtime.binding import Binding, bind
 from disagmoe_compile.runtime.placement import placements

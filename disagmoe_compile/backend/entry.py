@@ -15,10 +15,10 @@ from torch import fx
 from torch._dynamo.exc import ShortenTraceback
 
 from disagmoe_compile.backend.bound_model import bound_model
+from disagmoe_compile.backend.graph_session import make_session
 from disagmoe_compile.capture import capture, check_graph_break
 from disagmoe_compile.config import Options
 from disagmoe_compile.errors import DisagMoEError, InputError, UnsupportedModelError
-from disagmoe_compile.backend.graph_session import make_session
 from disagmoe_compile.inspect.dump import GraphDumper
 from disagmoe_compile.passes.pipeline import PartitionResult, partition_model
 from disagmoe_compile.runtime.optimizer_hooks import expect_bind

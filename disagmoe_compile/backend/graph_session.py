@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 from disagmoe_compile.backend.bound_model import BoundModel, from_rank_zero
+from disagmoe_compile.backend.planning import load_plan_for, make_plan, microbatch_sizes
+from disagmoe_compile.backend.stage_binding import Sizes, StageBinder, bind_boundaries
 from disagmoe_compile.capture import CapturedGraph
 from disagmoe_compile.config import Options
 from disagmoe_compile.errors import UnsupportedModelError
@@ -18,13 +20,11 @@ from disagmoe_compile.passes.program import LossProgram, ModelPrograms, bind
 from disagmoe_compile.plan.ir import Plan
 from disagmoe_compile.plan.serialize import from_text, to_text
 from disagmoe_compile.plan.topology import Role
-from disagmoe_compile.backend.planning import load_plan_for, make_plan, microbatch_sizes
 from disagmoe_compile.runtime.attention_worker import AttentionWorker
 from disagmoe_compile.runtime.executor import Executor
 from disagmoe_compile.runtime.expert_worker import ExpertWorker
 from disagmoe_compile.runtime.session import Loss, Output, Prepared, Session
 from disagmoe_compile.runtime.worker import Worker
-from disagmoe_compile.backend.stage_binding import Sizes, StageBinder, bind_boundaries
 
 
 def make_session(

@@ -11,7 +11,6 @@ from pathlib import Path
 import sympy
 import torch
 
-from disagmoe_compile.config import Options
 from disagmoe_compile.backend.costs import (
     activation_bytes,
     attention_flops,
@@ -19,6 +18,7 @@ from disagmoe_compile.backend.costs import (
     expert_flops,
     tokens_of,
 )
+from disagmoe_compile.config import Options
 from disagmoe_compile.errors import InputError, PlanError
 from disagmoe_compile.passes.program import (
     AttentionProgram,
@@ -269,7 +269,7 @@ def _input_specs(inputs: Sequence[StageInput], micro: Sizes) -> tuple[TensorSpec
     return tuple(
         TensorSpec(i.name, bind(i.shape, micro), dtype_name(i.dtype))
         for i in inputs
-        if i.kind is not InputKind.PARAMETER and i.dtype
+        if i.kind is not InputKind.PARAMETER and i.dtype is not None
     )
 
 

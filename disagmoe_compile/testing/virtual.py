@@ -12,21 +12,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from disagmoe_compile.backend.graph_session import make_loss
+from disagmoe_compile.backend.planning import choose_topology, make_plan, microbatch_sizes
+from disagmoe_compile.backend.stage_binding import StageBinder, bind_boundaries
 from disagmoe_compile.capture import CapturedGraph, capture
 from disagmoe_compile.config import Options
-from disagmoe_compile.backend.graph_session import make_loss
 from disagmoe_compile.passes.extract import without_outputs
 from disagmoe_compile.passes.pipeline import PartitionResult, partition_model
 from disagmoe_compile.plan.ir import Plan
 from disagmoe_compile.plan.topology import Role
-from disagmoe_compile.backend.planning import choose_topology, make_plan, microbatch_sizes
 from disagmoe_compile.runtime.attention_worker import AttentionWorker
 from disagmoe_compile.runtime.executor import Executor
 from disagmoe_compile.runtime.expert_worker import ExpertWorker
 from disagmoe_compile.runtime.placement import placements
 from disagmoe_compile.runtime.transport.loopback import LoopbackTransport, Mailbox, run_all
 from disagmoe_compile.runtime.worker import StepInputs, Worker
-from disagmoe_compile.backend.stage_binding import StageBinder, bind_boundaries
 
 
 @dataclass(frozen=True, slots=True)
