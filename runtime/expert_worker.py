@@ -1,4 +1,4 @@
-"""An FFN rank: its own experts' slices, run on only the rows routed to them. It never holds another rank's experts or a dense layer."""
+"""An FFN rank: its own experts, run on only the rows routed to them. It never holds another rank's experts or a dense layer."""
 
 from __future__ import annotations
 

@@ -103,7 +103,10 @@ class DispatchOutputs:
 
 @dataclass(frozen=True, slots=True)
 class AttentionStage:
-    """`outputs`: (shape, dtype) of each. `carried`: outputs that go on to the next attention stage. `model_outputs`: index among the model's outputs -> output position. `loss_numerators`: one a loss term."""
+    """`outputs`: (shape, dtype) of each. `carried`: outputs that go on to the next attention stage.
+
+    `model_outputs`: index among the model's outputs -> output position. `loss_numerators`: one output a loss term.
+    """
 
     index: int
     compiled: CompiledStage
