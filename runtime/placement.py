@@ -1,0 +1,108 @@
+"""Which rank holds which rows of which parameter, read off a plan. Pure arithmetic, the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from disagmoe_compile.errors import UnsupportedModelError
+from disagmoe_compile.plan.ir import Plan
+from disagmoe_compile.plan.topology import Group
+
+Rows = tuple[int, int]  # first row of dimension 0, and the one after the last
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPlacement:
+    """`ranges`: owner rank -> its rows of dimension 0, or None for the whole tensor. Other ranks hold
+    nothing.
+
+    `group` is the worker group of the owners: replicas of the whole, or contiguous shards in rank order.
+    """
+
+    fqn: str
+    global_shape: tuple[int, ...]
+    group: Group
+    ranges: Mapping[int, Rows | None]
+
+    def __post_init__(self) -> None:
+        if not self.ranges:
+            raise ValueError(f"parameter {self.fqn} has no owner")
+        rows = [r for r in self.ranges.values() if r is not None]
+        if not rows:
+            return
+        if len(rows) != len(self.ranges):
+            raise ValueError(
+                f"parameter {self.fqn} is whole on some ranks and a shard on others: {self.ranges}"
+            )
+        ends = [0, *(end for _, end in rows)]
+        starts = [*(start for start, _ in rows), self.global_shape[0]]
+        if ends != starts:
+            raise ValueError(
+                f"shards {rows} of {self.fqn} do not cover its {self.global_shape[0]} rows once each"
+            )
+
+    @property
+    def is_sharded(self) -> bool:
+        return None not in self.ranges.values()
+
+    def shape_on(self, rank: int) -> tuple[int, ...]:
+        """Shape of this rank's part; a rank that owns nothing holds an empty tensor of the same number of
+        dimensions.
+        """
+        if rank not in self.ranges:
+            return (0, *self.global_shape[1:])
+        rows = self.ranges[rank]
+        return self.global_shape if rows is None else (rows[1] - rows[0], *self.global_shape[1:])
+
+    def counts_on(self, rank: int) -> bool:
+        """Whether this rank stands for its rows in a sum over ranks that must see each row once."""
+        return rank in self.ranges and (self.is_sharded or rank == min(self.ranges))
+
+
+def placements(plan: Plan, shapes: Mapping[str, Sequence[int]]) -> dict[str, ParameterPlacement]:
+    """Placement of every parameter that a stage uses; `shapes` are the global ones.
+
+    Attention parameters are whole on every rank of their group. Expert parameters are split by expert over
+    their group, or whole where the group is a single rank. Raises UnsupportedModelError where two groups
+    would need the same parameter and one of them trains it, or where dimension 0 does not count experts.
+    """
+    found: dict[str, ParameterPlacement] = {}
+    trained = {fqn for stage in plan.stages for fqn in stage.owned_fqns}
+    for stage in plan.stages:
+        group = plan.topology.group_of_stage(stage.index)
+        for fqn in stage.param_fqns:
+            shape = tuple(shapes[fqn])
+            ranges = _ranges(plan, stage.index, stage.num_experts, fqn, shape)
+            before = found.get(fqn)
+            if before is None:
+                found[fqn] = ParameterPlacement(fqn, shape, group, ranges)
+            elif before.ranges != ranges:
+                found[fqn] = _shared(before, ranges, fqn in trained, stage.name)
+    return found
+
+
+def _ranges(
+    plan: Plan, stage: int, num_experts: int | None, fqn: str, shape: tuple[int, ...]
+) -> dict[int, Rows | None]:
+    ranks = plan.topology.ranks_of_stage(stage)
+    if num_experts is None or len(ranks) == 1:
+        return dict.fromkeys(ranks)
+    if not shape or shape[0] != num_experts:
+        raise UnsupportedModelError(
+            f"expert parameter {fqn} has shape {shape}, but only parameters stacked over the {num_experts} experts "
+            "can be split over several FFN ranks: set ffn_group_size=1, or stack the experts' weights"
+        )
+    owned = {rank: plan.topology.experts_of(num_experts, index) for index, rank in enumerate(ranks)}
+    return {rank: (experts.start, experts.stop) for rank, experts in owned.items()}
+
+
+def _shared(
+    before: ParameterPlacement, ranges: Mapping[int, Rows | None], is_trained: bool, stage: str
+) -> ParameterPlacement:
+    if is_trained or before.is_sharded or None not in ranges.values():
+        raise UnsupportedModelError(
+            f"parameter {before.fqn} of {before.group} is used again by stage {stage} on other ranks, so its gradient "
+            "would be spread over groups: set pipeline_groups=1, or freeze it"
+        )
+    return ParameterPlacement(before.fqn, before.global_shape, before.group, {**before.ranges, **ranges})

@@ -1,0 +1,95 @@
+"""Dynamo sees global shapes, always: when it first traces, and at every later trace of a model whose
+parameters are parts.
+
+Two halves. `drop_parameter_guards` is called by the backend while Dynamo compiles: the guards that Dynamo
+just took on the global shape of a parameter would fail at the next call, where the parameter is this rank's
+part. What they protected is checked by `Binding.check` instead. `present_global_shapes` swaps, for the time
+of any compilation in the process, every part for a hollow tensor of the global shape and parks its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+import torch._dynamo.config
+from torch import nn
+from torch._dynamo.callback import CallbackArgs, callback_handler
+from torch._guards import TracingContext
+
+from disagmoe_compile.errors import DisagMoEError
+from disagmoe_compile.runtime.binding import HOLDERS, Holder, is_hollow
+
+_PARKED: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]] = []
+
+
+def drop_parameter_guards(sources: Collection[str]) -> int:
+    """Discards the TENSOR_MATCH guards of the parameters whose Dynamo source names are given; returns how
+    many.
+
+    Call it from the backend, with the sources of all bound parameters of the graph
+    (`node._dynamo_source.name`). Raises DisagMoEError outside of a compilation, or where a parameter has no
+    such guard: Dynamo's way of guarding has changed.
+    """
+    context = TracingContext.try_get()
+    if context is None:
+        raise DisagMoEError(
+            "parameter guards can only be dropped while Dynamo compiles: call it inside the backend"
+        )
+    guards = context.guards_context.dynamo_guards
+    wanted = set(sources)
+    found = [g for g in guards.inner if g.create_fn_name() == "TENSOR_MATCH" and g.name in wanted]
+    missing = wanted - {g.name for g in found}
+    if missing:
+        raise DisagMoEError(
+            f"Dynamo holds no guard for parameter {sorted(missing)[0]} (torch {torch.__version__}): parts of parameters would "
+            "be recompiled at every call; use a torch version that disagmoe-compile supports"
+        )
+    for guard in found:
+        guards.inner.discard(guard)
+    return len(found)
+
+
+def present_global_shapes() -> None:
+    """Registers the swap with Dynamo, once however often called.
+
+    Call it at every compiled call: `torch._dynamo.reset()` forgets registrations. Also makes Dynamo raise at its recompile
+    limit, past which it would run the model eagerly on parts, silently wrong.
+    """
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    if _hollow_out not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_hollow_out)
+    if _fill_in not in callback_handler.end_callbacks:
+        callback_handler.register_end_callback(_fill_in)
+
+
+def check_presented(shapes: Collection[tuple[nn.Parameter, tuple[int, ...]]]) -> None:
+    """In the backend: the shapes at which bound parameters were traced must be global.
+
+    Raises DisagMoEError after `torch._dynamo.reset()`, which forgot the swap, so that this trace saw parts.
+    The swap is registered again by then: the next call traces rightly.
+    """
+    for parameter, traced in shapes:
+        holder: Holder | None = HOLDERS.get(parameter)
+        if holder is not None and traced != holder.bound.placement.global_shape:
+            present_global_shapes()
+            raise DisagMoEError(
+                f"parameter {holder.bound.fqn} was traced with this rank's shape {traced}, because torch._dynamo.reset() was "
+                "called after the first call of the model: call the model again"
+            )
+
+
+def _hollow_out(_: CallbackArgs) -> None:
+    """Parks what it swaps as it goes, so that `_fill_in` restores everything even if this stops half-way."""
+    for parameter, holder in list(HOLDERS.items()):
+        if holder.bound.is_resharded and not is_hollow(parameter):
+            _PARKED.append((parameter, parameter.data, parameter.grad))
+            parameter.grad = None  # a gradient must have its parameter's shape
+            parameter.data = holder.bound.hollow
+
+
+def _fill_in(_: CallbackArgs) -> None:
+    while _PARKED:
+        parameter, data, gradient = _PARKED.pop()
+        parameter.data = data
+        parameter.grad = gradient
