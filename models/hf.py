@@ -44,7 +44,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 TINY: Mapping[str, int] = {
-    "vocab_size": 256, "hidden_size": 64, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "max_positions": 512,
+    "vocab_size": 256, "hidden_size": 64, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16,
     "num_experts": 8, "top_k": 2, "expert_hidden": 32, "dense_hidden": 96, "shared_hidden": 32,
     "shared_experts": 1,
 }  # fmt: skip
