@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+CommandLine = Callable[..., tuple[int, str, str]]
+
+
+def test_the_catalogue_is_listed_with_sources(disagmoe: CommandLine) -> None:
+    status, out, _ = disagmoe("clusters", "--json")
+    clusters = json.loads(out)["clusters"]
+    h800 = next(cluster for cluster in clusters if cluster["name"] == "H800-SXM5")
+    assert status == 0
+    assert (h800["gpu_flops"], h800["nic_bytes_per_s"], h800["gpus_per_node"]) == (989e12, 50e9, 8)
+    assert all(cluster["sources"] for cluster in clusters)
+
+
+def test_people_get_a_table(disagmoe: CommandLine) -> None:
+    _, out, _ = disagmoe("clusters")
+    assert "H800-SXM5" in out and "989" in out
