@@ -1,7 +1,7 @@
 """What must have happened before what, over all groups: vector clocks on ordered queues.
 
 Two views of one schedule:
-  host order     each group's list is one queue, and every WAIT blocks it. The strictest reading (CPU); what is stuck here may hang.
+  host order     each group's list is one queue, and every WAIT blocks it. The strictest reading (CPU): stuck here may hang.
   stream order   each stream of a group is a queue, ordered with others by WAIT alone (CUDA); what is unordered here is a race.
 In both, a WAIT on the receiver comes after the SEND and after the receive was posted; a WAIT on the sender after the receive
 was posted (rendezvous). The receive of a dispatch is posted by the receiver's progress thread, itself a queue: it takes the
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import networkx as nx
 import numpy as np
@@ -123,7 +124,7 @@ class Clocks:
 
 def host_order(steps: Steps, routes: Routes) -> Queues:
     """Queues where every group's list is one queue."""
-    return _order(steps, routes, {group: numbers for group, numbers in steps.of_group.items()}, {})
+    return _order(steps, routes, steps.of_group, {})
 
 
 def stream_order(steps: Steps, routes: Routes) -> Queues:
@@ -145,7 +146,7 @@ def stream_order(steps: Steps, routes: Routes) -> Queues:
 def _order(
     steps: Steps,
     routes: Routes,
-    queues: Mapping[Hashable, Sequence[int]],
+    queues: Mapping[Any, Sequence[int]],
     recorded: Mapping[int, list[int]],
 ) -> Queues:
     nodes: dict[Hashable, Sequence[int]] = dict(queues)

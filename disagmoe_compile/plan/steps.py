@@ -23,7 +23,7 @@ Message = tuple[str, int]  # transfer, micro-batch
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`position` is the index in the group's list."""
+    """`position` is the index in the group's list. Steps of one list share one Group object, so `is` compares groups."""
 
     group: Group
     position: int
@@ -32,7 +32,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """A step's number is its index in `all`; `of_group` has each group's numbers in host order. The rest finds them by what they do.
+    """A step's number is its index in `all`; `of_group` has each group's in host order. The rest finds steps by what they do.
 
     `arrivals` are WAITs on the receiver, `reuses` WAITs on the sender; `events` WAITs for a compute event.
     """
@@ -58,7 +58,7 @@ class Steps:
     def is_listed_before(self, first: int, second: int) -> bool:
         """Whether both are of one group and `first` comes earlier in its list."""
         a, b = self.all[first], self.all[second]
-        return a.group == b.group and first < second
+        return a.group is b.group and first < second
 
 
 def parts_of(action: Action) -> tuple[Action, ...]:
@@ -67,7 +67,7 @@ def parts_of(action: Action) -> tuple[Action, ...]:
 
 
 def number_steps(schedule: Schedule, routes: Routes) -> Steps:
-    """Number and index the steps of a schedule whose transfers are all in `routes`. O(number of actions)."""
+    """Number and index the steps of a schedule. Actions on unknown transfers are numbered but not indexed. O(actions)."""
     steps = Steps()
     for group, actions in schedule.actions.items():
         start = len(steps.all)
@@ -89,7 +89,10 @@ def _file(steps: Steps, number: int, action: Action, routes: Routes) -> None:
     if kind is ActionKind.REDUCE_GRAD and name is not None:
         steps.reductions[name].append(number)
     elif name is not None and microbatch is not None:
-        on_receiver = routes.by_name[name].dst == action.stage
+        transfer = routes.by_name.get(name)
+        if transfer is None:
+            return
+        on_receiver = transfer.dst == action.stage
         if kind is ActionKind.SEND:
             steps.sends[name, microbatch].append(number)
         elif kind is ActionKind.RECV:
