@@ -49,30 +49,30 @@ def split_world(
     world_size: int,
     hardware: Cluster,
     pipeline_groups: int = 1,
-    num_experts: int | None = None,
-    samples: int | None = None,
-    allowed_attention: Sequence[int] | None = None,
-    allowed_ffn: Sequence[int] | None = None,
+    allowed_attention_sizes: Sequence[int] | None = None,
+    allowed_ffn_sizes: Sequence[int] | None = None,
+    max_ffn_size: int | None = None,
     time_limit_s: float = 60,
 ) -> tuple[int, int, Allocation]:
     """The sizes (M, N) of an A-group and an F-group with p (M + N) = `world_size`, and the allocation behind them.
 
-    `num_experts` bounds N; M must divide `samples`, the samples of a micro-batch over all attention ranks (or of the batch).
-    `allowed_attention`, `allowed_ffn`: sizes the user fixed. Raises InputError where no split satisfies all of these.
+    `allowed_attention_sizes`: those that divide the batch, or the one the user fixed; `allowed_ffn_sizes` likewise;
+    `max_ffn_size`: the experts of a layer, as an FFN rank needs one. Raises InputError where no split satisfies all of these.
     """
     group_ranks = _ranks_of_a_pair(world_size, pipeline_groups)
     if world_size > hardware.gpus:
         raise InputError(
             f"{world_size} ranks do not fit on {hardware.gpus} devices of {hardware.name!r}; add nodes"
         )
-    attention, ffn = range(1, group_ranks), range(1, group_ranks)
-    sizes_attention = [m for m in attention if _is_among(m, allowed_attention) and _divides(m, samples)]
-    sizes_ffn = [n for n in ffn if _is_among(n, allowed_ffn) and (num_experts is None or n <= num_experts)]
+    sizes_attention = [m for m in range(1, group_ranks) if _is_among(m, allowed_attention_sizes)]
+    most_ffn = group_ranks - 1 if max_ffn_size is None else min(group_ranks - 1, max_ffn_size)
+    sizes_ffn = [n for n in range(1, most_ffn + 1) if _is_among(n, allowed_ffn_sizes)]
     if not any(group_ranks - m in sizes_ffn for m in sizes_attention):
         raise InputError(
-            _why_impossible(
-                group_ranks, pipeline_groups, num_experts, samples, allowed_attention, allowed_ffn
-            )
+            f"no split of the ranks into groups satisfies all of: attention_group_size + ffn_group_size = {group_ranks} (world "
+            f"size {world_size} / pipeline_groups {pipeline_groups}); attention_group_size is one of {_listed(sizes_attention)} "
+            f"(it divides the batch); ffn_group_size is one of {_listed(sizes_ffn)} (each FFN rank needs an expert). Change the "
+            "number of ranks, the batch, or the sizes"
         )
     is_tied = hardware.has_nic_per_gpu
     allocation = solve(
@@ -111,32 +111,10 @@ def _is_among(size: int, allowed: Sequence[int] | None) -> bool:
     return allowed is None or size in allowed
 
 
-def _divides(size: int, samples: int | None) -> bool:
-    return samples is None or samples % size == 0
-
-
 def _restriction(sizes: Sequence[int], group_ranks: int) -> tuple[int, ...] | None:
     """None where every size is allowed: the model is smaller without the set."""
     return None if len(sizes) == group_ranks - 1 else tuple(sizes)
 
 
-def _why_impossible(
-    group_ranks: int,
-    pipeline_groups: int,
-    num_experts: int | None,
-    samples: int | None,
-    allowed_attention: Sequence[int] | None,
-    allowed_ffn: Sequence[int] | None,
-) -> str:
-    rules = [
-        f"attention_group_size + ffn_group_size = {group_ranks} (world size / pipeline_groups {pipeline_groups})"
-    ]
-    if allowed_attention is not None:
-        rules.append(f"attention_group_size is {' or '.join(map(str, allowed_attention))}")
-    if samples is not None:
-        rules.append(f"attention_group_size divides the {samples} samples")
-    if allowed_ffn is not None:
-        rules.append(f"ffn_group_size is {' or '.join(map(str, allowed_ffn))}")
-    if num_experts is not None:
-        rules.append(f"ffn_group_size is at most the {num_experts} experts")
-    return f"no split of the ranks satisfies all of: {'; '.join(rules)}. Change the number of ranks, the batch, or the sizes"
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes)) if sizes else "none"

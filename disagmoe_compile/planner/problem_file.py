@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import MISSING, fields
 from pathlib import Path
+from typing import Any
 
 from disagmoe_compile.errors import InputError
 from disagmoe_compile.planner.allocation import AllocationProblem
@@ -35,5 +36,7 @@ def parse_problem(document: object) -> AllocationProblem:
     missing = [name for name, is_required in known.items() if is_required and name not in document]
     if missing:
         raise InputError(f"missing field {', '.join(map(repr, missing))}")
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in document.items()}
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in document.items()
+    }
     return AllocationProblem(**values)

@@ -18,12 +18,10 @@ EXPERT_HEAVY = LayerShape(
 
 
 def test_two_models_get_two_splits() -> None:
-    splits = [
-        split_world(layer_costs(shape, seq_length=512), world_size=8, hardware=local_cpu(8), num_experts=8)[
-            :2
-        ]
-        for shape in (DENSE_HEAVY, EXPERT_HEAVY)
-    ]
+    splits = []
+    for shape in (DENSE_HEAVY, EXPERT_HEAVY):
+        costs = layer_costs(shape, seq_length=512)
+        splits.append(split_world(costs, world_size=8, hardware=local_cpu(8), max_ffn_size=8)[:2])
     (dense_m, dense_n), (expert_m, expert_n) = splits
     assert dense_m > expert_m and dense_n < expert_n
     assert dense_m + dense_n == expert_m + expert_n == 8
@@ -54,19 +52,21 @@ def test_pipeline_groups_share_the_world() -> None:
 def test_no_more_ffn_ranks_than_experts() -> None:
     costs = StageCosts(1e9, 7e9, 1.0)
     assert split_world(costs, world_size=8, hardware=local_cpu(8))[:2] == (1, 7)
-    assert split_world(costs, world_size=8, hardware=local_cpu(8), num_experts=4)[:2] == (4, 4)
+    assert split_world(costs, world_size=8, hardware=local_cpu(8), max_ffn_size=4)[:2] == (4, 4)
 
 
-def test_attention_ranks_divide_the_samples() -> None:
+def test_only_allowed_attention_sizes_are_taken() -> None:
     costs = StageCosts(5e9, 3e9, 1.0)
     assert split_world(costs, world_size=8, hardware=local_cpu(8))[:2] == (5, 3)
-    assert split_world(costs, world_size=8, hardware=local_cpu(8), samples=8)[0] in (4, 2, 1)
+    assert (
+        split_world(costs, world_size=8, hardware=local_cpu(8), allowed_attention_sizes=(1, 2, 4, 8))[0] == 4
+    )
 
 
 def test_a_size_that_the_user_fixed_is_kept() -> None:
     costs = StageCosts(5e9, 3e9, 1.0)
-    assert split_world(costs, world_size=8, hardware=local_cpu(8), allowed_attention=(2,))[:2] == (2, 6)
-    assert split_world(costs, world_size=8, hardware=local_cpu(8), allowed_ffn=(1,))[:2] == (7, 1)
+    assert split_world(costs, world_size=8, hardware=local_cpu(8), allowed_attention_sizes=(2,))[:2] == (2, 6)
+    assert split_world(costs, world_size=8, hardware=local_cpu(8), allowed_ffn_sizes=(1,))[:2] == (7, 1)
 
 
 def test_a_rank_brings_its_own_nic() -> None:
@@ -89,12 +89,16 @@ def test_all_rules_that_no_split_satisfies_are_named() -> None:
             StageCosts(1, 1, 1),
             world_size=8,
             hardware=local_cpu(8),
-            num_experts=2,
-            samples=4,
-            allowed_attention=(3,),
+            max_ffn_size=2,
+            allowed_attention_sizes=(1, 2, 4),
         )
     message = str(caught.value)
-    for rule in ("= 8", "attention_group_size is 3", "divides the 4 samples", "at most the 2 experts"):
+    for rule in (
+        "= 8",
+        "attention_group_size is one of 1, 2, 4",
+        "ffn_group_size is one of 1, 2 ",
+        "divides the batch",
+    ):
         assert rule in message
 
 
