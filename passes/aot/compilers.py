@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 from torch._functorch.partitioners import default_partition
 
 from disagmoe_compile.errors import InputError
+from disagmoe_compile.passes.aot.joint import graph_outputs
 
 COMPILERS = ("inductor", "aot_eager", "eager")
 
@@ -77,7 +78,7 @@ class Inductor:
         return compiled  # type: ignore[return-value]
 
 
-INDUCTOR_SETTINGS: Mapping[str, Any] = {
+INDUCTOR_SETTINGS: dict[str, Any] = {
     "fx_graph_cache": True,
     "compile_threads": 1,
 }
@@ -86,7 +87,7 @@ INDUCTOR_SETTINGS: Mapping[str, Any] = {
 def _pin_output_strides(graph: fx.GraphModule) -> None:
     """Every output keeps its traced stride, saved values too: the backward graph was traced with those."""
     output = graph.graph.output_node()
-    values = [node.meta["val"] if isinstance(node, fx.Node) else None for node in output.args[0]]
+    values = [node.meta["val"] if isinstance(node, fx.Node) else None for node in graph_outputs(graph.graph)]
     output.meta["user_visible_output_idxs"] = list(range(len(values)))
     output.meta["original_output_strides"] = [
         value.stride() if isinstance(value, torch.Tensor) else None for value in values

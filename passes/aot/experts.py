@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
@@ -40,8 +39,21 @@ _MATMUL = frozenset({"matmul", "mm"})
 _LINEAR = frozenset({"linear"})
 _ADDMM = frozenset({"addmm"})
 _ELEMENTWISE = frozenset(
-    "add iadd radd sub isub rsub mul imul rmul multiply subtract truediv itruediv div divide true_divide pow float_power "
-    "maximum minimum fmax fmin clamp clip clamp_min clamp_max where lerp addcmul addcdiv eq ne lt le gt ge prelu".split()
+    {"add", "iadd", "radd", "sub", "isub", "rsub", "mul", "imul", "rmul", "multiply", "subtract", "prelu"}
+    | {
+        "truediv",
+        "itruediv",
+        "rtruediv",
+        "div",
+        "divide",
+        "true_divide",
+        "pow",
+        "float_power",
+        "lerp",
+        "where",
+    }
+    | {"maximum", "minimum", "fmax", "fmin", "clamp", "clip", "clamp_min", "clamp_max", "addcmul", "addcdiv"}
+    | {"eq", "ne", "lt", "le", "gt", "ge"}
 )
 _SHAPE_QUERIES = frozenset({"getattr", "size", "dim", "stride", "numel", "ndimension"})
 # Rows of the two experts that the check runs: two different counts, so that a mean over rows shows.
@@ -174,8 +186,8 @@ class GroupedExperts(torch.nn.Module):
     ) -> Tensor:
         bias: Any = None
         if name in _ADDMM:
-            bias, x, weight, scales = *_take(args, kwargs, ("input", "mat1", "mat2")), kwargs
-            if scales.get("alpha", 1) != 1 or scales.get("beta", 1) != 1:
+            bias, x, weight = _take(args, kwargs, ("input", "mat1", "mat2"))
+            if kwargs.get("alpha", 1) != 1 or kwargs.get("beta", 1) != 1:
                 raise self._unsupported(node, "has a factor alpha or beta other than 1")
         elif name in _LINEAR:
             x, weight, bias = _take(args, kwargs, ("input", "weight", "bias"))
@@ -192,10 +204,9 @@ class GroupedExperts(torch.nn.Module):
             out = self._grouped(node, x, weight_EKN, offsets_E)
         if bias is None:
             return out
-        add = PerExpert(bias.value_EX) if isinstance(bias, PerExpert) else bias
-        return out + (
-            self._expanded(node, add, out.dim(), offsets_E, expert_P) if isinstance(add, PerExpert) else add
-        )
+        if isinstance(bias, PerExpert):
+            bias = self._expanded(node, bias, out.dim(), offsets_E, expert_P)
+        return out + bias
 
     def _grouped(self, node: fx.Node, x: Tensor, weight_EKN: Tensor, offsets_E: Tensor) -> Tensor:
         if weight_EKN.dim() != 3 or x.dim() < 2:

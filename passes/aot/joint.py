@@ -8,7 +8,7 @@ AOTAutograd are bypassed on purpose: what they would handle (outputs that alias,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,12 +76,18 @@ class StageGraphs:
         """Inputs that get a gradient."""
         if self.backward is None:
             return ()
-        values = self.backward.graph.output_node().args[0]
+        values = graph_outputs(self.backward.graph)
         return tuple(i for i, value in zip(self.gradients, values) if i is not None and value is not None)
 
 
+def graph_outputs(graph: fx.Graph) -> tuple[Any, ...]:
+    """What a graph returns, as nodes (or constants, or None)."""
+    outputs = graph.output_node().args[0]
+    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+
+
 @contextlib.contextmanager
-def stage_tracing(fake_mode: FakeTensorMode, *, training: bool, autocast: bool) -> Any:
+def stage_tracing(fake_mode: FakeTensorMode, *, training: bool, autocast: bool) -> Iterator[None]:
     """The state a stage is traced and compiled in, whatever the caller is in the middle of (Dynamo, a Function's forward).
 
     Inside `autograd.Function.forward` gradients are off and AOTAutograd would silently make an inference graph. The autocast
@@ -111,7 +117,7 @@ def _fakes(examples: Sequence[TensorExample], device: str, mode: FakeTensorMode)
             kinds = [DimDynamic.DUCK] + [DimDynamic.STATIC] * (len(example.shape) - 1)
             real = torch.empty((_TRACED_ROWS, *example.shape[1:]), dtype=example.dtype, device="meta")
             with mode:
-                context = StatelessSymbolicContext(dynamic_sizes=kinds)
+                context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(dynamic_sizes=kinds)
                 meta = mode.from_tensor(real, symbolic_context=context)
                 fake = torch.empty(tuple(meta.shape), dtype=example.dtype, device=device)
         else:
@@ -244,7 +250,7 @@ def _partitioned(
         return StageGraphs(joint, None, n_outputs, (), ())
     values = [n.meta["val"] for n in placeholders]
     forward, backward = partition(joint, values, num_fwd_outputs=n_outputs)
-    outputs = forward.graph.output_node().args[0]
+    outputs = graph_outputs(forward.graph)
     saved = {node.name: i for i, node in enumerate(outputs[n_outputs:]) if isinstance(node, fx.Node)}
     sources = tuple(
         BackwardInput(True, tangent_of[n.name])

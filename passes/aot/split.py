@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from disagmoe_compile.passes.aot.joint import graph_outputs
+
 
 @dataclass(frozen=True, slots=True)
 class SplitBackward:
@@ -62,7 +64,7 @@ def split_backward(
 ) -> SplitBackward | None:
     """None where there is nothing to split: no input gradient, or no work that only weight gradients need."""
     placeholders = backward.graph.find_nodes(op="placeholder")
-    outputs = backward.graph.output_node().args[0]
+    outputs = graph_outputs(backward.graph)
     pairs = [
         (index, node)
         for index, node in zip(gradients, outputs)

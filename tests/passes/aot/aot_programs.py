@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import pytest
 import sympy
 import torch
 import torch.nn.functional as F
@@ -217,6 +216,4 @@ def assert_same(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> No
     assert error <= tolerance * expected.double().abs().max().clamp(min=1e-6), f"error {error:.3e}"
 
 
-@pytest.fixture
-def sizes() -> dict[sympy.Symbol, int]:
-    return {BATCH_SYMBOL: BATCH}
+SIZES = {BATCH_SYMBOL: BATCH}
