@@ -1,7 +1,7 @@
 """Rules on order: what must come before what, in the lists and between streams, and that nobody waits for himself.
 
 `dependencies` names every pair of steps of which one needs the other, with the rule that its absence breaks. A pair is checked
-twice: in the list of its group (the order in which the host acts), and between streams, where only queues and WAITs order anything.
+twice: in the list of its group (the order in which the host acts), and between streams, ordered by queues and WAITs alone.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _of_receiver(case: Case, message: Message, transfer: Transfer) -> Iterator[D
         for consumer in consumers:
             yield Dependency(wait, consumer, "wait", f"uses {transfer.name} before the WAIT for it")
     for free in case.steps.receive_frees.get(message, ()):
-        for user in consumers or case.steps.arrivals.get(message, ()):
+        for user in consumers or case.steps.arrivals.get(message, []):
             yield Dependency(user, free, "free", f"frees {transfer.name} before its last use")
 
 

@@ -17,7 +17,7 @@
     deadlock       host order with rendezvous reaches the end
     race           what one stream makes and another uses is ordered by queues and WAITs
 
-Races and deadlocks are judged only on schedules whose actions are all there and in place (placement, completeness, matching). For
+Memory, deadlocks and races are judged only on schedules whose actions are all there and in place (placement, completeness, matching). For
 S actions, X of them WAITs, and G groups the cost is O(S + X * G).
 """
 
@@ -85,9 +85,9 @@ def _check_schedule(plan: Plan, schedule: Schedule, is_training: bool) -> Iterat
     yield from ordering.check_waits(case)
     yield from completeness.check_reductions(case)
     yield from completeness.check_overlaps(case)
-    yield from completeness.check_residency(case)
     dependencies = list(ordering.dependencies(case))
     yield from ordering.check_lists(case, dependencies)
     if not structural:
+        yield from completeness.check_residency(case)
         yield from ordering.check_deadlock(case)
         yield from ordering.check_streams(case, dependencies)

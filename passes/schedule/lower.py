@@ -207,7 +207,7 @@ def add_send_waits(name: str, lowered: Mapping[Group, Blocks], routes: Routes) -
     for group, blocks in lowered.items():
         numbers = steps.of_group[group]
         arrivals = [n for n in numbers if n in queues.after]
-        seen = np.array([clocks.clock(n) for n in arrivals], np.int32).reshape(len(arrivals), -1).T.copy()
+        seen = np.array([clocks.clock(n) for n in arrivals], np.int32).reshape(-1, len(queues.nodes)).T.copy()
         block_ends = np.cumsum([len(block) for block in blocks])
         block_of = np.searchsorted(block_ends, [steps.all[n].position for n in numbers], side="right")
         ends: defaultdict[int, list[Action]] = defaultdict(list)
