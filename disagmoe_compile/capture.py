@@ -1,0 +1,324 @@
+"""What Dynamo hands to the backend, made usable: a graph with a symbolic batch whose placeholders say what they are.
+
+Dynamo bakes the sizes of the first batch into the graph (`view(x, (8, 16, -1, 16))`); micro-batches could not run it. So the first call
+marks dimension 0 of the batch inputs as dynamic and restarts the trace; the second trace is a template for every batch size. A batch
+of one sample stays as it is: there is nothing to split.
+
+Call these functions inside the backend, while Dynamo's tracing context is alive.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+import torch._dynamo
+from torch import fx, nn
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+
+from disagmoe_compile.errors import CaptureError
+from disagmoe_compile.passes.metadata import expression, placeholders
+from disagmoe_compile.passes.program import Dim, InputKind, StageInput
+
+_BASE = re.compile(r"^([LG])\['([^']+)'\]")
+_MODULE_STEP = re.compile(r"\._(modules|parameters|buffers)\['([^']*)'\]")
+
+
+@dataclass(frozen=True, slots=True)
+class AutocastState:
+    """Autocast as it was around the call; it leaves no nodes in the graph but changes what its operations compute."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedGraph:
+    """`inputs[i]` describes placeholder i of the graph; `sources[i]` is its name in the user's frame.
+
+    `batch_symbol` is None where the batch is 1. `training`: the graph was traced with gradients on.
+    """
+
+    graph_module: fx.GraphModule
+    example_inputs: tuple[Any, ...]
+    inputs: tuple[StageInput, ...]
+    sources: tuple[str, ...]
+    batch_symbol: sympy.Symbol | None
+    autocast: AutocastState
+    training: bool
+
+    def sizes(self, args: Sequence[Any]) -> dict[sympy.Symbol, int]:
+        """Value of every symbol, from the flat arguments of one call (sizes and tensors as the graph takes them)."""
+        if len(args) != len(self.inputs):
+            raise ValueError(f"the graph takes {len(self.inputs)} arguments, got {len(args)}")
+        return symbol_values(self.inputs, args)
+
+    @property
+    def batch_size(self) -> Dim:
+        """Samples of the captured call: the symbol, or 1."""
+        return 1 if self.batch_symbol is None else self.batch_symbol
+
+
+def symbol_values(inputs: Sequence[StageInput], args: Sequence[Any]) -> dict[sympy.Symbol, int]:
+    """Solves each dimension that is a plain symbol; raises ValueError where two arguments disagree."""
+    found: dict[sympy.Symbol, int] = {}
+    for stage_input, arg in zip(inputs, args):
+        actual = tuple(arg.shape) if isinstance(arg, torch.Tensor) else (arg,)
+        for dim, size in zip(stage_input.shape, actual):
+            if isinstance(dim, sympy.Symbol) and found.setdefault(dim, int(size)) != int(size):
+                raise ValueError(
+                    f"`{stage_input.name}` has size {int(size)} where another argument has {found[dim]}"
+                )
+    return found
+
+
+def capture(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> CapturedGraph:
+    """Describes Dynamo's graph. Restarts the trace once, to make the batch symbolic.
+
+    Raises CaptureError where the model fixes its batch size, or where batch and sequence length cannot be told apart.
+    """
+    nodes = placeholders(graph_module.graph)
+    sources = tuple(_source_name(node) for node in nodes)
+    kinds = tuple(
+        _kind(node, source, example) for node, source, example in zip(nodes, sources, example_inputs)
+    )
+    batch = _batch_inputs(kinds, example_inputs)
+    batch_symbol = None
+    if batch and int(example_inputs[batch[0]].shape[0]) > 1:
+        if not any(_is_marked(example_inputs[i]) for i in batch):
+            _restart_with_symbolic_batch([example_inputs[i] for i in batch])
+        batch_symbol = _batch_symbol(graph_module, nodes, sources, kinds, batch)
+    names = _qualified_names(graph_module)
+    inputs = tuple(
+        _describe(position, node, kind, source, names, batch_symbol, example)
+        for position, (node, kind, source, example) in enumerate(zip(nodes, kinds, sources, example_inputs))
+    )
+    return CapturedGraph(
+        graph_module=graph_module,
+        example_inputs=tuple(example_inputs),
+        inputs=inputs,
+        sources=sources,
+        batch_symbol=batch_symbol,
+        autocast=_autocast(example_inputs),
+        training=torch.is_grad_enabled(),
+    )
+
+
+def root_module() -> nn.Module:
+    """The user's module that Dynamo is tracing. Raises CaptureError outside a trace, or for a function without a module."""
+    frame = _root_frame()
+    if frame is not None:
+        for scope in frame:
+            owner = scope.get("self")
+            if isinstance(owner, nn.Module):
+                return owner
+        modules = [v for v in frame[0].values() if isinstance(v, nn.Module)]
+        if len(modules) == 1:
+            return modules[0]
+    raise CaptureError(
+        "torch.compile(backend='disagmoe') was given a function, not a module, so there is no model whose parameters could be "
+        "placed; compile the module itself: model = torch.compile(model, backend='disagmoe')"
+    )
+
+
+def module_of_source(source: str) -> nn.Module | None:
+    """The module that owns the state named by a placeholder's source, e.g. `L['self']` of `L['self']._parameters['w']`."""
+    frame = _root_frame()
+    prefix = re.split(r"\._(?:modules|parameters|buffers)\[", source)[0]
+    if frame is None:
+        return None
+    try:
+        found = eval(prefix, {"L": frame[0], "G": frame[1]})
+    except (KeyError, AttributeError, TypeError, IndexError, SyntaxError, NameError):
+        return None
+    return found if isinstance(found, nn.Module) else None
+
+
+def _root_frame() -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+    """(locals, globals) of the frame Dynamo traces."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        root = InstructionTranslator.current_tx().output.root_tx
+    except AttributeError:
+        return None
+    return (root.f_locals, root.f_globals)
+
+
+def _source_name(node: fx.Node) -> str:
+    source = getattr(node, "_dynamo_source", None)
+    return source.name if source is not None else str(node.target)
+
+
+def _kind(node: fx.Node, source: str, example: Any) -> InputKind:
+    if not isinstance(example, torch.Tensor):
+        return InputKind.SYMBOL
+    if isinstance(example, nn.Parameter):
+        return InputKind.PARAMETER
+    if "._buffers[" in source or "._modules[" in source or "._parameters[" in source:
+        return InputKind.BUFFER
+    base = _BASE.match(source)
+    owner = module_of_source(base[0]) if base is not None else None
+    return InputKind.BUFFER if owner is not None else InputKind.INPUT
+
+
+def _batch_inputs(kinds: Sequence[InputKind], example_inputs: Sequence[Any]) -> tuple[int, ...]:
+    """Positions of the inputs whose dimension 0 is the batch.
+
+    The batch size is the commonest first dimension of the inputs of two dimensions or more (of all inputs, if there are none); the
+    first in argument order wins a tie.
+    """
+    tensors = {
+        i: tuple(x.shape)
+        for i, (k, x) in enumerate(zip(kinds, example_inputs))
+        if k is InputKind.INPUT and x.dim() > 0
+    }
+    wide = {i: s for i, s in tensors.items() if len(s) > 1} or tensors
+    if not wide:
+        return ()
+    # An input of one row beside larger ones is shared by all samples (position ids, a broadcast mask).
+    counts = Counter(int(s[0]) for s in wide.values())
+    several = {size: n for size, n in counts.items() if size > 1}
+    size = max(several or counts, key=lambda s: counts[s])
+    lengths = {int(d) for s in wide.values() for d in s[1:]}
+    return tuple(
+        i
+        for i, s in tensors.items()
+        if s[0] == size and (len(s) > 1 or wide is tensors or size not in lengths)
+    )
+
+
+def _is_marked(tensor: torch.Tensor) -> bool:
+    return 0 in getattr(tensor, "_dynamo_dynamic_indices", ())
+
+
+def _restart_with_symbolic_batch(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        torch._dynamo.mark_dynamic(tensor, 0)
+    raise TensorifyScalarRestartAnalysis(restart_reason="disagmoe: the batch dimension must be symbolic")
+
+
+def _batch_symbol(
+    graph_module: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    sources: Sequence[str],
+    kinds: Sequence[InputKind],
+    batch: Sequence[int],
+) -> sympy.Symbol:
+    first = nodes[batch[0]]
+    size = expression(first.meta["example_value"].shape[0])
+    if not isinstance(size, sympy.Symbol):
+        where = _where_specialised(first)
+        raise CaptureError(
+            f"the model fixes its batch size to {size} (`{sources[batch[0]]}`), so it cannot be split into micro-batches{where}; "
+            "take sizes from tensors (`x.shape[0]`) instead of comparing or converting them to numbers"
+        )
+    for index, (node, kind) in enumerate(zip(nodes, kinds)):
+        value = node.meta["example_value"]
+        if kind is InputKind.INPUT and any(size == expression(d) for d in value.shape[1:]):
+            raise CaptureError(
+                f"batch size and another dimension of `{sources[index]}` are equal in this call, and both vary between calls, so Dynamo "
+                "took them for one. Make the first batch of a new shape differ (batch size unequal to sequence length), or set "
+                "torch.fx.experimental._config.use_duck_shape = False"
+            )
+    return size
+
+
+def _where_specialised(node: fx.Node) -> str:
+    """` (file:line)` of the user's code that fixed a size, as far as Dynamo recorded it."""
+    env = getattr(node.meta["example_value"].fake_mode, "shape_env", None)
+    stacks = list(getattr(env, "specialization_stacks", {}).values())
+    for stack in reversed(stacks):
+        if stack:
+            return f", at {stack[-1].filename}:{stack[-1].lineno}"
+    return ""
+
+
+def _qualified_names(graph_module: fx.GraphModule) -> Mapping[str, str]:
+    return graph_module.meta.get("dynamo_flat_name_to_original_fqn", {})
+
+
+def qualified_name(source: str) -> str:
+    """`model.layers.0.weight` of `L['self']._modules['model']._modules['layers']._modules['0']._parameters['weight']`."""
+    steps = [name for _, name in _MODULE_STEP.findall(source)]
+    if steps:
+        return ".".join(steps)
+    return _BASE.sub("", source).lstrip(".") or source
+
+
+def _describe(
+    position: int,
+    node: fx.Node,
+    kind: InputKind,
+    source: str,
+    names: Mapping[str, str],
+    batch_symbol: sympy.Symbol | None,
+    example: Any,
+) -> StageInput:
+    value = node.meta["example_value"]
+    is_state = kind in (InputKind.PARAMETER, InputKind.BUFFER)
+    name = qualified_name(source) if is_state else source
+    if not isinstance(value, torch.Tensor):
+        size = expression(value) if isinstance(value, int | torch.SymInt) else value
+        return StageInput(kind, name, position, (size,), None)
+    shape = tuple(expression(size) for size in value.shape)
+    per_sample = (
+        kind is InputKind.INPUT and bool(shape) and batch_symbol is not None and shape[0] == batch_symbol
+    )
+    requires_grad = isinstance(example, torch.Tensor) and example.requires_grad
+    return StageInput(kind, name, position, shape, value.dtype, requires_grad, per_sample)
+
+
+def _autocast(example_inputs: Sequence[Any]) -> AutocastState:
+    device_type = next((x.device.type for x in example_inputs if isinstance(x, torch.Tensor)), "cpu")
+    return AutocastState(
+        device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    )
+
+
+def check_graph_break(graph_module: fx.GraphModule) -> None:
+    """Raises CaptureError if this graph is a part of the model only. Call it before anything is sharded."""
+    reason = getattr(graph_module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    where = f"{frame.filename}:{frame.lineno}" if frame is not None else "an unknown line"
+    text = str(reason.reason).strip()
+    raise CaptureError(
+        f"torch.compile broke the model's graph at {where}: {text.splitlines()[0] if text else 'no reason given'}. "
+        + _advice(graph_module, text, where)
+    )
+
+
+def _advice(graph_module: fx.GraphModule, reason: str, where: str) -> str:
+    if _loops_over_hit_experts(reason, where):
+        return (
+            "This experts implementation loops over the experts that were hit, which cannot be traced; choose one that can: "
+            'model.set_experts_implementation("grouped_mm")'
+        )
+    return "A model on several ranks must be one graph; move that line out of the compiled module, or see torch.compile(fullgraph=True)"
+
+
+def _loops_over_hit_experts(reason: str, where: str) -> bool:
+    is_data_dependent = any(
+        word in reason.lower()
+        for word in ("data dependent", "data-dependent", "dynamic shape", "nonzero", "u0")
+    )
+    filename, _, line = where.rpartition(":")
+    return (
+        is_data_dependent
+        and "transformers" in filename
+        and _mentions_expert(filename, int(line) if line.isdigit() else 0)
+    )
+
+
+def _mentions_expert(filename: str, line: int) -> bool:
+    import linecache
+
+    return any("expert" in linecache.getline(filename, n) for n in range(max(line - 3, 1), line + 4))

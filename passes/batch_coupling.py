@@ -1,0 +1,65 @@
+"""Names operations that mix tokens of different samples, so that a micro-batch computes something else than the whole batch.
+
+Router auxiliary losses (means over all tokens), capacity counts, expert-choice routing and batch normalisation do; a language model's
+own layers do not. The sums of the loss are not meant: they are shared out exactly.
+"""
+
+from __future__ import annotations
+
+import sympy
+from torch import fx
+
+from disagmoe_compile.passes.metadata import argument, describe, free_symbols, is_call, is_tensor, shape
+from disagmoe_compile.passes.program import AttentionProgram, Dim, ModelPrograms
+
+_REDUCTIONS = frozenset(
+    ["sum", "mean", "var", "std", "max", "min", "amax", "amin", "argmax", "argmin", "prod", "logsumexp", "norm", "softmax", "log_softmax", "cumsum", "cumprod", "topk", "sort", "argsort", "any", "all", "median", "histc", "bincount"]
+)
+_DEFAULT_LAST = frozenset({"topk", "sort", "argsort"})
+
+
+def batch_coupled(programs: ModelPrograms) -> tuple[str, ...]:
+    """One line per operation, without repeats from equal layers."""
+    if programs.batch_symbol is None:
+        return ()
+    found: dict[str, None] = {}
+    for program in programs.attention:
+        for node in _coupling(program, programs.batch_symbol):
+            found.setdefault(describe(node))
+    return tuple(found)
+
+
+def _coupling(program: AttentionProgram, batch: sympy.Symbol) -> list[fx.Node]:
+    graph = program.module.graph
+    results = next(node for node in graph.nodes if node.op == "output").args[0]
+    numerators = {results[position] for position in program.loss_numerators}  # type: ignore[index]
+    return [node for node in graph.nodes if node not in numerators and _mixes(node, batch)]
+
+
+def _mixes(node: fx.Node, batch: sympy.Symbol) -> bool:
+    if is_call(node, "batch_norm"):
+        return bool(argument(node, 5, "training", False))
+    if is_call(node, *_REDUCTIONS) and node.args and is_tensor(node.args[0]):
+        dims = _reduced_dims(node)
+        source = shape(node.args[0])  # type: ignore[arg-type]
+        return any(batch in free_symbols((source[dim],)) for dim in dims) and _is_float_or_index(node)
+    if is_call(node, "matmul", "mm", "bmm") and all(is_tensor(arg) for arg in node.args[:2]):
+        contracted: Dim = shape(node.args[0])[-1]  # type: ignore[arg-type]
+        return batch in free_symbols((contracted,))
+    return False
+
+
+def _reduced_dims(node: fx.Node) -> list[int]:
+    rank = len(shape(node.args[0]))  # type: ignore[arg-type]
+    default = -1 if any(is_call(node, name) for name in _DEFAULT_LAST) else None
+    position = 2 if is_call(node, "topk", "norm") else 1
+    dims = argument(node, position, "dim", default)
+    if not isinstance(dims, int | tuple | list):
+        return list(range(rank))
+    return [dim % rank for dim in (dims if isinstance(dims, tuple | list) else (dims,)) if rank]
+
+
+def _is_float_or_index(node: fx.Node) -> bool:
+    """Sums of labels and masks are input arithmetic; what matters is what the model computes."""
+    source = node.args[0].meta.get("example_value")  # type: ignore[union-attr]
+    return bool(source.is_floating_point())

@@ -1,0 +1,139 @@
+"""What passes promise one another, checked before any graph is touched and verified on the graph after each pass.
+
+A capability is a property of the graph with a check that finds the first node breaking it. A pass lists what it requires and
+what it provides; a wrong order of passes is therefore an error of construction, and a pass that does not keep its word is
+caught at once, by name.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from disagmoe_compile.errors import DisagMoEError
+from disagmoe_compile.passes import metadata
+
+if TYPE_CHECKING:
+    from disagmoe_compile.passes.base import GraphPass
+
+
+class Capability(StrEnum):
+    SOURCES = "sources"  # every placeholder says what it is
+    NO_CHECKPOINTS = "no_checkpoints"  # no activation-checkpoint operator hides layers
+    DEINPLACED = "deinplaced"  # no augmented assignment is left where a value could replace it
+    REGIONS_KNOWN = "regions_known"  # the MoE regions are in the graph module's meta
+    CANONICAL_EXPERTS = "canonical_experts"  # every known region is one call of `experts`
+    PLACED = "placed"  # every node has a boundary
+    PARTITIONED = "partitioned"  # the graph is attention and experts modules and getitems
+    TRANSFERS = "transfers"  # whatever enters or leaves an experts module passes m2n nodes
+    LINEAR_LOSS = "linear_loss"  # the loss is a sum of numerators over denominators, or there is none
+    STREAMS = "streams"  # every node has a stream
+
+
+class ContractError(DisagMoEError):
+    """A pass in the wrong place, or one that did not do what it provides: a defect of this project, not of the model."""
+
+
+def check_order(passes: Iterable[GraphPass], given: frozenset[Capability]) -> None:
+    """Raises ContractError for the first pass whose requirements no earlier pass provides."""
+    have = set(given)
+    for index, graph_pass in enumerate(passes):
+        missing = sorted(graph_pass.requires - have)
+        if missing:
+            raise ContractError(
+                f"pass {index} ({graph_pass.name}) requires {', '.join(missing)}, which no earlier pass provides; "
+                "reorder the passes"
+            )
+        have |= graph_pass.provides
+
+
+def verify(capabilities: Iterable[Capability], graph_module: fx.GraphModule, culprit: str) -> None:
+    """Raises ContractError naming the first violated capability and the node that violates it."""
+    for capability in sorted(capabilities):
+        fault = _CHECKS[capability](graph_module)
+        if fault is not None:
+            raise ContractError(f"pass {culprit} does not hold to `{capability}`: {fault}")
+
+
+def _first(graph_module: fx.GraphModule, broken: Callable[[fx.Node], bool]) -> str | None:
+    return next((f"node {node.name}" for node in graph_module.graph.nodes if broken(node)), None)
+
+
+def _sources(gm: fx.GraphModule) -> str | None:
+    return _first(gm, lambda n: n.op == "placeholder" and metadata.source_of(n) is None)
+
+
+def _no_checkpoints(gm: fx.GraphModule) -> str | None:
+    return _first(gm, lambda n: metadata.target_name(n) == "tag_activation_checkpoint")
+
+
+def _deinplaced(gm: fx.GraphModule) -> str | None:
+    return None if gm.meta.get("disagmoe_deinplaced") else "the pass left no mark"
+
+
+def _regions_known(gm: fx.GraphModule) -> str | None:
+    return None if "disagmoe_regions" in gm.meta else "no regions in the graph module's meta"
+
+
+def _canonical(gm: fx.GraphModule) -> str | None:
+    def broken(node: fx.Node) -> bool:
+        return metadata.target_name(node) == "experts" and metadata.EXPERTS not in node.meta
+
+    expected = len(gm.meta.get("disagmoe_regions", ()))
+    found = sum(metadata.EXPERTS in node.meta for node in gm.graph.nodes)
+    return _first(gm, broken) or (
+        None if found == expected else f"{found} experts calls for {expected} regions"
+    )
+
+
+def _placed(gm: fx.GraphModule) -> str | None:
+    return _first(gm, lambda n: n.op != "output" and metadata.PLACEMENT not in n.meta)
+
+
+def _partitioned(gm: fx.GraphModule) -> str | None:
+    def broken(node: fx.Node) -> bool:
+        return node.op in ("call_method", "get_attr") or (
+            node.op == "call_function" and node.target is not operator.getitem
+        )
+
+    return _first(gm, broken)
+
+
+def _transfers(gm: fx.GraphModule) -> str | None:
+    def broken(node: fx.Node) -> bool:
+        if node.op != "call_module" or not str(node.target).startswith("experts_"):
+            return False
+        arrives = [a for a in node.args if isinstance(a, fx.Node) and a.op != "placeholder"]
+        leaves = list(node.users)
+        return not (
+            all(metadata.is_call(a.args[0], "m2n_recv") for a in arrives)
+            and all(metadata.is_call(user, "m2n_send") for user in leaves)
+        )
+
+    return _first(gm, broken)
+
+
+def _linear_loss(gm: fx.GraphModule) -> str | None:
+    return None if "disagmoe_loss" in gm.meta else "no loss decomposition in the graph module's meta"
+
+
+def _streams(gm: fx.GraphModule) -> str | None:
+    return _first(gm, lambda n: n.op not in ("placeholder", "output") and "stream" not in n.meta)
+
+
+_CHECKS: Mapping[Capability, Callable[[fx.GraphModule], str | None]] = {
+    Capability.SOURCES: _sources,
+    Capability.NO_CHECKPOINTS: _no_checkpoints,
+    Capability.DEINPLACED: _deinplaced,
+    Capability.REGIONS_KNOWN: _regions_known,
+    Capability.CANONICAL_EXPERTS: _canonical,
+    Capability.PLACED: _placed,
+    Capability.PARTITIONED: _partitioned,
+    Capability.TRANSFERS: _transfers,
+    Capability.LINEAR_LOSS: _linear_loss,
+    Capability.STREAMS: _streams,
+}

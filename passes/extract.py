@@ -1,0 +1,100 @@
+"""Cuts the part of a graph that computes given outputs into a module of its own, on demand from the outputs backwards.
+
+`split_module` would need a place for every node and loses writers that nobody reads. Here a node comes along because an output
+depends on it, through data or through an effect on a storage (`aliasing.py`). Names are canonical (`a0`, `a1`, ... inputs, `v0`, ...
+values), so equal layers have equal code, and the code is the hash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from disagmoe_compile.passes.metadata import is_tensor
+
+Stop = Callable[[fx.Node], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Extracted:
+    """`module(*inputs)` returns a tuple, one value per requested output. `inputs`: nodes of the source graph, in order."""
+
+    module: fx.GraphModule
+    inputs: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cutter:
+    """The source graph with what is known about its storages."""
+
+    graph_module: fx.GraphModule
+    roots: Mapping[fx.Node, fx.Node]
+    edges: Mapping[fx.Node, frozenset[fx.Node]]
+
+    def extract(
+        self, outputs: Sequence[fx.Node], stop: Stop, name: str, order: Callable[[fx.Node], int] | None = None
+    ) -> Extracted:
+        """`stop(node)`: the node is an input of the part (placeholders always are). `order` sorts inputs by class first.
+
+        Outputs are contiguous and share no storage with an input or another output.
+        """
+        positions = {node: index for index, node in enumerate(self.graph_module.graph.nodes)}
+        inner, inputs = self._reach(outputs, stop)
+        rank = order or (lambda node: 0)
+        ordered_inputs = sorted(inputs, key=lambda node: (rank(node), positions[node]))
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        for index, node in enumerate(ordered_inputs):
+            env[node] = graph.placeholder(f"a{index}")
+            env[node].meta = _kept(node)
+        for index, node in enumerate(sorted(inner, key=positions.__getitem__)):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+            env[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"v{index}")
+            env[node].meta = _kept(node)
+        graph.output(tuple(self._owned(graph, env, node, outputs, ordered_inputs) for node in outputs))
+        module = fx.GraphModule(self.graph_module, graph, class_name=name)
+        return Extracted(module, tuple(ordered_inputs))
+
+    def _reach(self, outputs: Sequence[fx.Node], stop: Stop) -> tuple[set[fx.Node], set[fx.Node]]:
+        inner: set[fx.Node] = set()
+        inputs: set[fx.Node] = set()
+        pending = list(outputs)
+        while pending:
+            node = pending.pop()
+            if node in inner or node in inputs:
+                continue
+            if node.op == "placeholder" or stop(node):
+                inputs.add(node)
+                continue
+            inner.add(node)
+            pending += node.all_input_nodes
+            pending += self.edges[node]
+        return inner, inputs
+
+    def _owned(
+        self,
+        graph: fx.Graph,
+        env: Mapping[fx.Node, fx.Node],
+        node: fx.Node,
+        outputs: Sequence[fx.Node],
+        inputs: Sequence[fx.Node],
+    ) -> fx.Node:
+        """`node` as an output that owns a contiguous storage; a copy only where it may share one."""
+        if not is_tensor(node):
+            return env[node]
+        root = self.roots[node]
+        sharing = [other for other in (*outputs, *inputs) if self.roots[other] is root]
+        method, kwargs = "contiguous", {}
+        if root is not node or len(sharing) > 1:
+            method, kwargs = "clone", {"memory_format": torch.contiguous_format}
+        copy = graph.create_node("call_method", method, (env[node],), kwargs, name=f"out{len(graph.nodes)}")
+        copy.meta = _kept(node)
+        return copy
+
+
+def _kept(node: fx.Node) -> dict[str, object]:
+    keys = ("example_value", "nn_module_stack", "stack_trace", "recompute")
+    return {key: node.meta[key] for key in keys if key in node.meta}

@@ -1,0 +1,65 @@
+"""Finds the MoE regions (analysis only) and says why a routed part of the model is not one.
+
+Styles are tried in order; a region that two styles claim belongs to the first. A top-k that no region uses is reported with what
+reads it, so that a style to come knows where to start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from disagmoe_compile.passes.base import PassReport
+from disagmoe_compile.passes.contract import Capability
+from disagmoe_compile.passes.metadata import describe, is_call
+from disagmoe_compile.passes.regions import Region, Style, in_graph_order
+from disagmoe_compile.passes.styles.grouped_mm import GroupedMM
+
+STYLES: tuple[Style, ...] = (GroupedMM(),)
+
+
+@dataclass(frozen=True, slots=True)
+class FindRegions:
+    styles: tuple[Style, ...] = STYLES
+    name: str = "find_regions"
+    requires: frozenset[Capability] = frozenset({Capability.DEINPLACED})
+    provides: frozenset[Capability] = frozenset({Capability.REGIONS_KNOWN})
+
+    def run(self, graph_module: fx.GraphModule) -> PassReport:
+        graph, found, stopped = graph_module.graph, [], []
+        claimed: set[fx.Node] = set()
+        for style in self.styles:
+            result = style.find(graph)
+            found += [region for region in result.regions if region.exit not in claimed]
+            claimed |= {region.exit for region in result.regions}
+            stopped += [f"{style.name}: {reason}" for reason in result.stopped]
+        regions = in_graph_order(graph, found)
+        graph_module.meta["disagmoe_regions"] = regions
+        stopped += unused_top_ks(graph, regions)
+        notes = tuple(
+            f"region {b}: style {r.style}, {r.num_experts} experts, top-{r.top_k}, leaves at {describe(r.exit)}"
+            for b, r in enumerate(regions)
+        )
+        return PassReport(matched=len(regions), skipped=tuple(stopped), notes=notes)
+
+
+def unused_top_ks(graph: fx.Graph, regions: tuple[Region, ...]) -> list[str]:
+    """One line per top-k that routes no found region."""
+    routing: set[fx.Node] = set()
+    pending = [node for r in regions for node in (r.expert_ids, r.weights) if node is not None]
+    stops = {region.tokens for region in regions} | {region.exit for region in regions}
+    while pending:
+        node = pending.pop()
+        if node not in routing and node not in stops:
+            routing.add(node)
+            pending += node.all_input_nodes
+    lines = []
+    for node in graph.nodes:
+        if is_call(node, "topk") and node not in routing:
+            readers = [reader for part in node.users for reader in part.users]
+            readers_text = ", ".join(describe(reader) for reader in readers[:2]) or "nothing"
+            lines.append(
+                f"{describe(node)} routes no region that a style recognises; it is read by {readers_text}"
+            )
+    return lines

@@ -1,0 +1,38 @@
+"""Runs passes in order. Knows no pass: checks contracts, lints, recompiles, and shows each result to the observers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from disagmoe_compile.passes.base import GraphPass, Observer, PassReport
+from disagmoe_compile.passes.contract import Capability, check_order, verify
+
+
+@dataclass(frozen=True, slots=True)
+class PassManager:
+    """`given`: what the graph already offers before the first pass. Raises ContractError at construction for a wrong order."""
+
+    passes: tuple[GraphPass, ...]
+    given: frozenset[Capability] = frozenset({Capability.SOURCES})
+
+    def __post_init__(self) -> None:
+        check_order(self.passes, self.given)
+
+    def run(
+        self, graph_module: fx.GraphModule, observers: Sequence[Observer] = ()
+    ) -> tuple[tuple[str, PassReport], ...]:
+        """Transforms `graph_module` in place. Observers see `(index, pass name, graph module, report)` after each pass."""
+        verify(self.given, graph_module, "capture")
+        reports = []
+        for index, graph_pass in enumerate(self.passes):
+            report = graph_pass.run(graph_module)
+            graph_module.graph.lint()
+            graph_module.recompile()
+            verify(graph_pass.provides, graph_module, graph_pass.name)
+            reports.append((graph_pass.name, report))
+            for observe in observers:
+                observe(index, graph_pass.name, graph_module, report)
+        return tuple(reports)

@@ -1,0 +1,148 @@
+"""Reading nodes: their value under fake tensors, their shape as expressions, the name of what they call, where they come from.
+
+Sizes are read by expression (`SymInt.node.expr`) and never compared or converted as live SymInts: either would specialise the
+captured graph to the sizes of the first batch.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from disagmoe_compile.passes.program import Dim, StageInput
+
+SOURCE = "disagmoe_source"  # node.meta key: the StageInput of a placeholder of the captured graph
+PLACEMENT = "disagmoe_placement"  # node.meta key: see label_roles
+EXPERTS = "disagmoe_experts"  # node.meta key: see canonicalize_experts
+_LAYER = re.compile(r"(?:^|[.\[_])(?:layers?|blocks?|h)[.\[]?(\d+)")
+
+
+def value(node: fx.Node) -> Any:
+    """The fake value Dynamo computed for this node, or None."""
+    return node.meta.get("example_value")
+
+
+def is_tensor(node: object) -> bool:
+    return isinstance(node, fx.Node) and isinstance(value(node), torch.Tensor)
+
+
+def expression(size: int | torch.SymInt) -> Dim:
+    """A size as an int or an expression; never specialises."""
+    if isinstance(size, torch.SymInt):
+        expr = size.node.expr
+        return int(expr) if expr.is_Integer else expr
+    return int(size)
+
+
+def shape(node: fx.Node) -> tuple[Dim, ...]:
+    """Shape of a tensor-valued node, by expression."""
+    found = value(node)
+    if not isinstance(found, torch.Tensor):
+        raise TypeError(f"{node.name} is not a tensor but {type(found).__name__}")
+    return tuple(expression(size) for size in found.shape)
+
+
+def rank_of(node: fx.Node) -> int | None:
+    found = value(node)
+    return found.dim() if isinstance(found, torch.Tensor) else None
+
+
+def target_name(node: fx.Node) -> str:
+    """`linear`, `view`, `grouped_mm_fallback`, ...: the bare name of what the node calls."""
+    target = node.target
+    if isinstance(target, str):
+        return target
+    if isinstance(target, torch._ops.OpOverload):
+        return target.overloadpacket.__name__
+    return getattr(target, "__name__", str(target))
+
+
+def is_call(node: object, *names: str) -> bool:
+    """Whether `node` calls a function or a tensor method with one of these bare names."""
+    if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method"):
+        return False
+    return target_name(node) in names
+
+
+def is_gather(node: object) -> bool:
+    """`x[index]` with one index tensor: rows of x."""
+    return (
+        isinstance(node, fx.Node)
+        and node.op == "call_function"
+        and node.target is operator.getitem
+        and isinstance(node.args[1], fx.Node)
+        and is_tensor(node.args[1])
+    )
+
+
+def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    """An argument given by position or by keyword."""
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def source_of(node: fx.Node) -> StageInput | None:
+    return node.meta.get(SOURCE)
+
+
+def output_node(graph: fx.Graph) -> fx.Node:
+    return next(node for node in reversed(graph.nodes) if node.op == "output")
+
+
+def placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def where(node: fx.Node) -> str:
+    """`file:line` of the user's code that made this node, or the node's name."""
+    trace = node.meta.get("stack_trace") or node.meta.get("source_location")
+    found = re.findall(r'File "([^"]+)", line (\d+)', trace) if trace else []
+    return f"{found[-1][0]}:{found[-1][1]}" if found else node.name
+
+
+def describe(node: fx.Node) -> str:
+    return f"`{target_name(node)}` ({where(node)})"
+
+
+def layer_of(node: fx.Node) -> int | None:
+    """Index of the decoder layer whose module made this node, from the names Dynamo recorded."""
+    stack = node.meta.get("nn_module_stack") or {}
+    for path, _ in reversed(list(stack.values())):
+        found = _LAYER.search(path.replace("'", ""))
+        if found:
+            return int(found[1])
+    return None
+
+
+def fake_mode_of(graph: fx.Graph) -> Any:
+    """The fake mode of the graph's values, or None for a graph without them."""
+    for node in graph.nodes:
+        mode = getattr(value(node), "fake_mode", None)
+        if mode is not None:
+            return mode
+    return None
+
+
+def emit(graph: fx.Graph, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> fx.Node:
+    """Adds a call (a method where `target` is a string) at the graph's insertion point, with its fake value."""
+    kwargs = kwargs or {}
+    op = "call_method" if isinstance(target, str) else "call_function"
+    node = graph.create_node(op, target, tuple(args), kwargs)
+    mode = fake_mode_of(graph)
+    if mode is not None:
+        real_args, real_kwargs = fx.node.map_arg((tuple(args), kwargs), value)
+        with mode, torch.enable_grad():
+            function = getattr(type(real_args[0]), target) if isinstance(target, str) else target
+            node.meta["example_value"] = function(*real_args, **real_kwargs)
+    return node
+
+
+def free_symbols(dims: Iterable[Dim]) -> set[sympy.Symbol]:
+    return set().union(*(dim.free_symbols for dim in dims if isinstance(dim, sympy.Expr)), set())

@@ -1,0 +1,248 @@
+"""Splits the graph at its `experts` calls into one module per stage; the top-level graph only calls them.
+
+    attention_0(inputs, parameters)            -> (tokens, token_P, expert_P, weight_P, carried..., model outputs...)
+    experts_0(tokens, token_P, expert_P, weight_P, *params) -> y
+    attention_1(inputs, parameters, y, carried...) -> ...          the last attention is the head
+
+Demand-driven, last stage first: what a stage reads from before its own boundary, the stage before must put out. So a value that
+skips a stage is handed on by it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+
+from disagmoe_compile.errors import UnsupportedModelError
+from disagmoe_compile.passes.aliasing import effect_edges, storage_roots
+from disagmoe_compile.passes.base import PassReport
+from disagmoe_compile.passes.canonicalize_experts import ExpertsInfo
+from disagmoe_compile.passes.contract import Capability
+from disagmoe_compile.passes.extract import Cutter, Extracted
+from disagmoe_compile.passes.label_roles import is_random
+from disagmoe_compile.passes.metadata import (
+    EXPERTS,
+    PLACEMENT,
+    describe,
+    is_tensor,
+    layer_of,
+    output_node,
+    placeholders,
+    source_of,
+    value,
+)
+
+STAGE = "disagmoe_stage"  # node.meta key of a call of a stage's module
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStage:
+    """Layout of an attention module's outputs: dispatch four (none in the head), `n_carried`, then model outputs by flat index."""
+
+    boundary: int
+    n_dispatch: int
+    n_carried: int
+    model_outputs: tuple[int, ...]
+    layers: tuple[int, ...]
+    uses_rng: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsStage:
+    info: ExpertsInfo
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    name: str = "partition"
+    requires: frozenset[Capability] = frozenset({Capability.PLACED})
+    provides: frozenset[Capability] = frozenset({Capability.PARTITIONED})
+
+    def run(self, graph_module: fx.GraphModule) -> PassReport:
+        splitter = _Splitter(graph_module)
+        splitter.reject_shared_parameters()
+        parts = splitter.attention_parts()
+        graph = splitter.top_level(parts)
+        before = len(graph_module.graph.nodes)
+        graph_module.graph = graph
+        graph_module.delete_all_unused_submodules()
+        codes = {part.extracted.module.code for part in parts}
+        notes = (f"{len(codes)} distinct attention codes", f"{before} nodes became {len(graph.nodes)}")
+        return PassReport(
+            matched=len(splitter.experts), inserted=len(parts) + len(splitter.experts), notes=notes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    stage: AttentionStage
+    extracted: Extracted
+    carried: tuple[fx.Node, ...]  # nodes of the source graph that the next part reads
+    outputs: tuple[fx.Node, ...]
+
+
+class _Splitter:
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        self.graph_module = graph_module
+        self.graph = graph_module.graph
+        self.roots = storage_roots(self.graph)
+        self.cutter = Cutter(graph_module, self.roots, effect_edges(self.graph, self.roots))
+        self.experts = sorted(
+            (node for node in self.graph.nodes if EXPERTS in node.meta),
+            key=lambda node: node.meta[EXPERTS].boundary,
+        )
+        self.results = output_node(self.graph).args[0]
+
+    def reject_shared_parameters(self) -> None:
+        for node in placeholders(self.graph):
+            users = {EXPERTS in user.meta for user in node.users}
+            source = source_of(node)
+            if len(users) == 2 and source is not None:
+                reader = next(user for user in node.users if EXPERTS not in user.meta)
+                raise UnsupportedModelError(
+                    f"parameter `{source.name}` is used by experts and, at {describe(reader)}, by attention; it can live on one side "
+                    "only. Give each side a parameter of its own"
+                )
+
+    # -- parts, last first
+
+    def attention_parts(self) -> list[_Part]:
+        head = len(self.experts)
+        by_level = self._model_outputs()
+        parts: list[_Part] = []
+        wanted: tuple[fx.Node, ...] = ()
+        for boundary in range(head, -1, -1):
+            part = self._part(boundary, wanted, by_level[boundary])
+            wanted = tuple(node for node in part.extracted.inputs if self._input_class(boundary)(node) == 2)
+            parts.insert(0, part)
+        assert not wanted, "the first attention part reads only inputs and parameters"
+        return parts
+
+    def _model_outputs(self) -> dict[int, list[int]]:
+        """attention boundary -> flat output indices that it computes."""
+        by_level: dict[int, list[int]] = defaultdict(list)
+        for index, result in enumerate(self.results):
+            if not isinstance(result, fx.Node):
+                continue
+            if not is_tensor(result):
+                raise UnsupportedModelError(
+                    f"output {index} of the model is a {type(value(result)).__name__} that depends on its inputs ({describe(result)}); "
+                    "only tensors, numbers and None can be returned from a split model"
+                )
+            placement = result.meta[PLACEMENT]
+            level = (
+                len(self.experts) if placement.recomputed else placement.boundary + (EXPERTS in result.meta)
+            )
+            by_level[level].append(index)
+        return by_level
+
+    def _part(self, boundary: int, carried: tuple[fx.Node, ...], model_outputs: list[int]) -> _Part:
+        head = len(self.experts)
+        dispatch = tuple(self.experts[boundary].args[:4]) if boundary < head else ()
+        outputs = (*dispatch, *carried, *(self.results[index] for index in model_outputs))
+        extracted = self.cutter.extract(
+            outputs, lambda node: self._stops(node, boundary), "AttentionStage", self._input_class(boundary)
+        )
+        stage = AttentionStage(
+            boundary=boundary,
+            n_dispatch=len(dispatch),
+            n_carried=len(carried),
+            model_outputs=tuple(model_outputs),
+            layers=self._layers(boundary),
+            uses_rng=any(is_random(node) for node in extracted.module.graph.nodes),
+        )
+        return _Part(stage, extracted, carried, outputs)
+
+    def _stops(self, node: fx.Node, boundary: int) -> bool:
+        if EXPERTS in node.meta:
+            return True
+        placement = node.meta[PLACEMENT]
+        return placement.boundary < boundary and not placement.recomputed
+
+    def _input_class(self, boundary: int) -> Callable[[fx.Node], int]:
+        """0: of the model; 1: the experts' output of the boundary before; 2: carried."""
+
+        def classify(node: fx.Node) -> int:
+            if node.op == "placeholder":
+                return 0
+            return 1 if boundary > 0 and node is self.experts[boundary - 1] else 2
+
+        return classify
+
+    def _layers(self, boundary: int) -> tuple[int, ...]:
+        """Decoder layers up to this part's experts that no earlier part has (dense layers go with the experts they precede)."""
+        seen = sorted({layer for node in self.graph.nodes if (layer := layer_of(node)) is not None})
+        ends = [node.meta[EXPERTS].layer for node in self.experts]
+        low = ends[boundary - 1] if boundary > 0 else -1
+        high = ends[boundary] if boundary < len(ends) else max(seen, default=-1)
+        if low is None or high is None:
+            return ()
+        return tuple(layer for layer in seen if low < layer <= high)
+
+    # -- the graph of calls
+
+    def top_level(self, parts: list[_Part]) -> fx.Graph:
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        for node in placeholders(self.graph):
+            env[node] = graph.node_copy(node, env.__getitem__)
+        results: dict[int, fx.Node] = {}
+        for part in parts:
+            self._call_attention(graph, env, part, results)
+        graph.output(tuple(results.get(index, result) for index, result in enumerate(self.results)))
+        return graph
+
+    def _call_attention(
+        self, graph: fx.Graph, env: dict[fx.Node, fx.Node], part: _Part, results: dict[int, fx.Node]
+    ) -> None:
+        stage, boundary = part.stage, part.stage.boundary
+        name = f"attention_{boundary}"
+        self.graph_module.add_submodule(name, part.extracted.module)
+        call = graph.create_node(
+            "call_module", name, tuple(env[node] for node in part.extracted.inputs), {}, name=name
+        )
+        call.meta = {STAGE: stage, "example_value": tuple(value(node) for node in part.outputs)}
+        values = []
+        for position, node in enumerate(part.outputs):
+            item = graph.create_node("call_function", operator.getitem, (call, position), {})
+            item.meta = {"example_value": value(node)}
+            values.append(item)
+        n_kept = stage.n_dispatch + stage.n_carried
+        results.update(zip(stage.model_outputs, values[n_kept:]))
+        # Only the next part reads the carried values; it hands on what later ones need.
+        for node in [node for node in env if node.op != "placeholder"]:
+            del env[node]
+        env.update(zip(part.carried, values[stage.n_dispatch : n_kept]))
+        if stage.n_dispatch:
+            env[self.experts[boundary]] = self._call_experts(graph, env, boundary, values[: stage.n_dispatch])
+
+    def _call_experts(
+        self, graph: fx.Graph, env: dict[fx.Node, fx.Node], boundary: int, dispatched: list[fx.Node]
+    ) -> fx.Node:
+        node, name = self.experts[boundary], f"experts_{boundary}"
+        self.graph_module.add_submodule(name, _experts_module(self.graph_module, node))
+        params = [env[param] for param in node.args[4:]]
+        call = graph.create_node("call_module", name, (*dispatched, *params), {}, name=name)
+        info: ExpertsInfo = node.meta[EXPERTS]
+        layers = () if info.layer is None else (info.layer,)
+        call.meta = {STAGE: ExpertsStage(info, layers), "example_value": value(node)}
+        return call
+
+
+def _experts_module(graph_module: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
+    """`experts` alone, as a module of its nine or so inputs."""
+    graph = fx.Graph()
+    args = []
+    for index, arg in enumerate(node.args):
+        args.append(graph.placeholder(f"a{index}"))
+        args[-1].meta = {"example_value": value(arg)}
+    function = graph.get_attr(node.kwargs["function"].target)
+    result = graph.call_function(node.target, tuple(args), {**node.kwargs, "function": function})
+    result.meta = {"example_value": value(node)}
+    graph.output(result)
+    return fx.GraphModule(graph_module, graph, class_name="ExpertsStage")

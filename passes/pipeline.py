@@ -1,0 +1,128 @@
+"""The passes in their fixed order, and the one call that turns a captured graph into the programs of its stages."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from disagmoe_compile.capture import CapturedGraph
+from disagmoe_compile.passes import metadata
+from disagmoe_compile.passes.assign_streams import AssignStreams
+from disagmoe_compile.passes.base import GraphPass, Observer, PassReport
+from disagmoe_compile.passes.batch_coupling import batch_coupled
+from disagmoe_compile.passes.canonicalize_experts import CanonicalizeExperts
+from disagmoe_compile.passes.deinplace import Deinplace
+from disagmoe_compile.passes.find_regions import FindRegions
+from disagmoe_compile.passes.inline_checkpoint import InlineCheckpoint
+from disagmoe_compile.passes.insert_transfers import InsertTransfers
+from disagmoe_compile.passes.label_roles import LabelRoles
+from disagmoe_compile.passes.linearize_loss import LinearizeLoss
+from disagmoe_compile.passes.manager import PassManager
+from disagmoe_compile.passes.partition import Partition
+from disagmoe_compile.passes.program import ModelPrograms
+from disagmoe_compile.passes.programs import model_programs
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionResult:
+    """`graph_module`: the top-level graph after all passes; same flat inputs and outputs as Dynamo's, runs in one process.
+
+    `batch_coupled`: operations that mix samples, so that micro-batches compute something else than the whole batch would.
+    """
+
+    graph_module: fx.GraphModule
+    programs: ModelPrograms
+    reports: tuple[tuple[str, PassReport], ...]
+    fingerprint: str
+    batch_coupled: tuple[str, ...]
+
+
+def default_passes(loss_reduction: str = "auto") -> tuple[GraphPass, ...]:
+    return (
+        InlineCheckpoint(),
+        Deinplace(),
+        FindRegions(),
+        CanonicalizeExperts(),
+        LabelRoles(),
+        Partition(),
+        InsertTransfers(),
+        LinearizeLoss(loss_reduction),
+        AssignStreams(),
+    )
+
+
+def partition_model(
+    captured: CapturedGraph, *, observers: Sequence[Observer] = (), loss_reduction: str = "auto"
+) -> PartitionResult:
+    """Splits a captured graph into attention and expert programs; the captured graph itself is left as it is.
+
+    Raises UnsupportedModelError where a split cannot be shown to be safe. A graph without an MoE region gives one attention
+    program (the whole model) and no experts.
+    """
+    passes = default_passes(loss_reduction)
+    manager = PassManager(passes)
+    graph_module = working_copy(captured)
+    reports = manager.run(graph_module, observers)
+    programs = model_programs(graph_module, captured.batch_symbol)
+    coupled = batch_coupled(programs)
+    return PartitionResult(graph_module, programs, reports, fingerprint(programs, passes), coupled)
+
+
+def working_copy(captured: CapturedGraph) -> fx.GraphModule:
+    """A copy of the captured graph whose placeholders say what they are."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    results = graph.graph_copy(captured.graph_module.graph, copies)
+    graph.output(results)
+    for node in copies.values():
+        node.meta = dict(node.meta)
+    graph_module = fx.GraphModule(captured.graph_module, graph, class_name="TopLevel")
+    graph_module.meta["disagmoe_batch_symbol"] = captured.batch_symbol
+    for node, source in zip(metadata.placeholders(graph), captured.inputs):
+        node.meta[metadata.SOURCE] = source
+    return graph_module
+
+
+def fingerprint(programs: ModelPrograms, passes: Sequence[GraphPass]) -> str:
+    """SHA-256 (16 hex digits) of stage codes, shapes, and the passes' names, source and options. Equal in every process.
+
+    Symbols are numbered by first appearance: Dynamo's own names depend on what it traced before.
+    """
+    digest = hashlib.sha256()
+    symbols: dict[str, str] = {}
+
+    def dims(shape: tuple[object, ...]) -> str:
+        parts = []
+        for dim in shape:
+            free = sorted(map(str, getattr(dim, "free_symbols", ())))
+            text = str(dim)
+            for name in free:
+                text = text.replace(name, symbols.setdefault(name, f"d{len(symbols)}"))
+            parts.append(text)
+        return ",".join(parts)
+
+    def add(*parts: object) -> None:
+        digest.update("\0".join(map(str, parts)).encode())
+
+    for program in programs.attention:
+        add(
+            program.stage, program.module.code, program.dispatch, program.carried, dict(program.model_outputs)
+        )
+        for i in program.inputs:
+            add(i.kind, i.name, dims(i.shape), i.dtype, i.requires_grad)
+        for o in program.outputs:
+            add(dims(o.shape), o.dtype, o.requires_grad)
+    for experts in programs.experts:
+        add(experts.stage, experts.function.code, experts.num_experts, experts.top_k, experts.style)
+        for i in experts.params:
+            add(i.name, dims(i.shape), i.dtype)
+    if programs.loss is not None:
+        add(programs.loss.denominators.code, programs.loss.coefficients, programs.loss.output_index)
+    for graph_pass in passes:
+        add(graph_pass.name, graph_pass, inspect.getsource(sys.modules[type(graph_pass).__module__]))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,177 @@
+"""From the transformed graph to what the runtime executes: one program per stage, its interface by position (`program.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import sympy
+import torch
+from torch import fx
+
+from disagmoe_compile.passes.aliasing import remove_dead
+from disagmoe_compile.passes.experts_op import experts
+from disagmoe_compile.passes.linearize_loss import DENOMINATORS, LOSS, LossInfo
+from disagmoe_compile.passes.metadata import is_call, output_node, placeholders, shape, source_of, value
+from disagmoe_compile.passes.partition import STAGE, AttentionStage, ExpertsStage
+from disagmoe_compile.passes.program import (
+    AttentionProgram,
+    Dispatch,
+    ExpertsProgram,
+    InputKind,
+    LossProgram,
+    ModelOutput,
+    ModelPrograms,
+    StageInput,
+    StageOutput,
+)
+
+
+def model_programs(graph_module: fx.GraphModule, batch_symbol: sympy.Symbol | None) -> ModelPrograms:
+    """Programs of a graph that went through all passes."""
+    stages = [node for node in graph_module.graph.nodes if STAGE in node.meta]
+    attention = [_attention(graph_module, n) for n in stages if isinstance(n.meta[STAGE], AttentionStage)]
+    expert_stages = [_experts(graph_module, n) for n in stages if isinstance(n.meta[STAGE], ExpertsStage)]
+    return ModelPrograms(
+        attention=tuple(attention),
+        experts=tuple(expert_stages),
+        loss=_loss(graph_module),
+        outputs=_model_outputs(graph_module, attention, batch_symbol),
+        batch_symbol=batch_symbol,
+        tied_head=_shares_parameter(attention[0], attention[-1]),
+    )
+
+
+def without_outputs(program: AttentionProgram) -> AttentionProgram:
+    """The same stage without the model's outputs, for training steps that need the loss alone. Inputs nobody reads go too."""
+    output = output_node(program.module.graph)
+    dispatch = 0 if program.dispatch is None else 4
+    carried = len(program.carried)
+    kept = [*range(dispatch + carried), *program.loss_numerators]
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    results = graph.graph_copy(program.module.graph, copies)
+    graph.output(tuple(results[position] for position in kept))
+    remove_dead(graph)
+    inputs = []
+    for node, stage_input in zip(placeholders(graph), program.inputs):
+        if node.users:
+            inputs.append(stage_input)
+        else:
+            graph.erase_node(node)
+    assert len(output.args[0]) == len(program.outputs), "one StageOutput per output"
+    return replace(
+        program,
+        module=fx.GraphModule(program.module, graph, class_name="AttentionStage"),
+        inputs=tuple(inputs),
+        outputs=tuple(program.outputs[position] for position in kept),
+        model_outputs={},
+        loss_numerators=tuple(range(dispatch + carried, len(kept))),
+    )
+
+
+def _attention(graph_module: fx.GraphModule, call: fx.Node) -> AttentionProgram:
+    stage: AttentionStage = call.meta[STAGE]
+    module = graph_module.get_submodule(str(call.target))
+    assert isinstance(module, fx.GraphModule), "stages are graph modules"
+    results = output_node(module.graph).args[0]
+    n_kept = stage.n_dispatch + stage.n_carried
+    n_outputs = n_kept + len(stage.model_outputs)
+    return AttentionProgram(
+        boundary=stage.boundary,
+        module=module,
+        inputs=tuple(_stage_input(call, argument) for argument in call.args),
+        outputs=tuple(_stage_output(node, value(node)) for node in results),
+        dispatch=Dispatch(0, 1, 2, 3) if stage.n_dispatch else None,
+        carried=tuple(range(stage.n_dispatch, n_kept)),
+        model_outputs={index: n_kept + offset for offset, index in enumerate(stage.model_outputs)},
+        loss_numerators=tuple(range(n_outputs, len(results))),
+        layers=stage.layers,
+        uses_rng=stage.uses_rng,
+    )
+
+
+def _stage_input(call: fx.Node, argument: fx.Node) -> StageInput:
+    source = source_of(argument)
+    if source is not None:
+        return source
+    producer = argument.args[0]
+    kind, position = InputKind.CARRIED, argument.args[1]
+    if is_call(producer, "m2n_recv"):
+        kind, position = InputKind.COMBINED, 0
+    else:
+        assert isinstance(producer, fx.Node), "values between stages are items of a call"
+        position -= producer.meta[STAGE].n_dispatch
+    tensor = value(argument)
+    name = "combined" if kind is InputKind.COMBINED else f"carried_{position}"
+    return StageInput(kind, name, position, shape(argument), tensor.dtype, tensor.requires_grad)
+
+
+def _stage_output(node: fx.Node, tensor: torch.Tensor) -> StageOutput:
+    return StageOutput(node.name, shape(node), tensor.dtype, tensor.requires_grad)
+
+
+def _experts(graph_module: fx.GraphModule, call: fx.Node) -> ExpertsProgram:
+    stage: ExpertsStage = call.meta[STAGE]
+    module = graph_module.get_submodule(str(call.target))
+    assert isinstance(module, fx.GraphModule), "stages are graph modules"
+    canonical = next(node for node in module.graph.nodes if node.target is experts)
+    function = module.get_submodule(str(canonical.kwargs["function"].target))  # type: ignore[union-attr]
+    assert isinstance(function, fx.GraphModule), "expert functions are graph modules"
+    tokens, _, _, weights = call.args[:4]
+    params = [source_of(argument) for argument in call.args[4:]]  # type: ignore[arg-type]
+    return ExpertsProgram(
+        boundary=stage.info.boundary,
+        function=function,
+        params=tuple(param for param in params if param is not None),
+        num_experts=stage.info.num_experts,
+        top_k=stage.info.top_k,
+        in_features=int(value(tokens).shape[-1]),  # type: ignore[arg-type]
+        out_features=int(value(call).shape[-1]),
+        token_dtype=value(tokens).dtype,  # type: ignore[arg-type]
+        weight_dtype=value(weights).dtype,  # type: ignore[arg-type]
+        out_dtype=value(call).dtype,
+        style=stage.info.style,
+        layers=stage.layers,
+    )
+
+
+def _loss(graph_module: fx.GraphModule) -> LossProgram | None:
+    info: LossInfo | None = graph_module.meta[LOSS]
+    if info is None:
+        return None
+    call = next(node for node in graph_module.graph.nodes if node.name == DENOMINATORS)
+    module = graph_module.get_submodule(DENOMINATORS)
+    assert isinstance(module, fx.GraphModule), "denominators are a graph module"
+    inputs = [source_of(argument) for argument in call.args]
+    return LossProgram(
+        info.output_index, info.dtype, info.coefficients, module, tuple(i for i in inputs if i is not None)
+    )
+
+
+def _model_outputs(
+    graph_module: fx.GraphModule, attention: Sequence[AttentionProgram], batch_symbol: sympy.Symbol | None
+) -> tuple[ModelOutput, ...]:
+    stage_of = {index: program.stage for program in attention for index in program.model_outputs}
+    info: LossInfo | None = graph_module.meta[LOSS]
+    if info is not None:
+        stage_of[info.output_index] = attention[-1].stage
+    outputs = []
+    for index, result in enumerate(output_node(graph_module.graph).args[0]):  # type: ignore[arg-type]
+        if not isinstance(result, fx.Node):
+            outputs.append(ModelOutput(index, (), None, False, False, None, constant=result))
+            continue
+        dims = shape(result)
+        per_sample = batch_symbol is not None and bool(dims) and dims[0] == batch_symbol
+        tensor = value(result)
+        outputs.append(
+            ModelOutput(index, dims, tensor.dtype, tensor.requires_grad, per_sample, stage_of[index])
+        )
+    return tuple(outputs)
+
+
+def _shares_parameter(first: AttentionProgram, last: AttentionProgram) -> bool:
+    def names(program: AttentionProgram) -> set[str]:
+        return {i.name for i in program.inputs if i.kind is InputKind.PARAMETER}
+
+    return first is not last and bool(names(first) & names(last))

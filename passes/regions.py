@@ -1,0 +1,68 @@
+"""A found MoE region, and the languages of finding one: what matchers return and how they give up.
+
+A matcher (one file a style family in `styles/`) looks for regions of its style by dataflow alone; names of modules or nodes are
+never evidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import fx
+
+from disagmoe_compile.passes.metadata import describe
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One MoE region of the graph.
+
+    `tokens` [T, D]; `token_ids` [P], or None where pair p belongs to token p // top_k; `expert_ids` [P] or [T, k]; `weights` [P] or
+    [T, k], None where the region applies none; `params` the stacked expert parameters; `exit` [T, D] the plain sum over pairs.
+    `function(rows_PD, weight_P, *params)` computes one expert's rows.
+    """
+
+    style: str
+    tokens: fx.Node
+    token_ids: fx.Node | None
+    expert_ids: fx.Node
+    weights: fx.Node | None
+    params: tuple[fx.Node, ...]
+    function: fx.GraphModule
+    exit: fx.Node
+    num_experts: int
+    top_k: int
+
+    def __post_init__(self) -> None:
+        if self.num_experts < 1 or self.top_k < 1:
+            raise ValueError(f"a region has experts: num_experts {self.num_experts}, top_k {self.top_k}")
+
+
+class NoMatch(Exception):
+    """A candidate is not a region of the style: which node stopped the match, and why."""
+
+    def __init__(self, node: fx.Node, reason: str) -> None:
+        super().__init__(f"{describe(node)}: {reason}")
+        self.node = node
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    regions: tuple[Region, ...]
+    stopped: tuple[NoMatch, ...]
+
+
+class Style(Protocol):
+    """A style family. `find` returns the regions it recognises and the candidates that it had to give up."""
+
+    @property
+    def name(self) -> str: ...
+
+    def find(self, graph: fx.Graph) -> Found: ...
+
+
+def in_graph_order(graph: fx.Graph, regions: Iterable[Region]) -> tuple[Region, ...]:
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    return tuple(sorted(regions, key=lambda region: order[region.exit]))

@@ -1,0 +1,311 @@
+"""Regions that sort their pairs by expert and multiply with `grouped_mm` (Hugging Face's default, torchtitan).
+
+    perm = sort(expert_ids)          rows = tokens[perm // k]       offs = cumsum(histogram(expert_ids))
+    out  = grouped_mm(act(grouped_mm(rows, W1, offs)), W2, offs) * weights[perm]
+    exit = out[inverse(perm)].view(T, k, D).sum(1)      or      zeros(T, D).index_add(0, perm // k, out)
+
+In the extracted function each grouped matmul is a plain matmul of one expert's rows, and a bias gathered by expert is that
+expert's bias. Rows of no expert (sentinels past the last group) are absent from the canonical form, so masking them is dropped.
+
+Legend: T tokens, k experts a token, P = T * k pairs, D hidden size, E experts.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+
+from disagmoe_compile.passes.metadata import (
+    argument,
+    is_call,
+    is_gather,
+    is_tensor,
+    rank_of,
+    shape,
+    source_of,
+)
+from disagmoe_compile.passes.program import InputKind
+from disagmoe_compile.passes.regions import Found, NoMatch, Region
+from disagmoe_compile.passes.styles.rowwise import RowFunction, check_rowwise, strip_casts
+
+_GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+_ADDS_ROWS = ("index_add", "scatter_add")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedMM:
+    name: str = "grouped_mm"
+
+    def find(self, graph: fx.Graph) -> Found:
+        by_offsets: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        stopped = []
+        for node in graph.nodes:
+            if is_call(node, *_GROUPED):
+                offsets = argument(node, 2, "offs")
+                if isinstance(offsets, fx.Node):
+                    by_offsets[offsets].append(node)
+                else:
+                    stopped.append(NoMatch(node, "it has no group offsets"))
+        regions = []
+        for offsets, matmuls in by_offsets.items():
+            try:
+                regions.append(_Match(offsets, matmuls).region())
+            except NoMatch as reason:
+                stopped.append(reason)
+        return Found(tuple(regions), tuple(stopped))
+
+
+class _Match:
+    """One candidate: everything computed from one vector of group offsets. Raises NoMatch where it is not a region."""
+
+    def __init__(self, offsets: fx.Node, matmuls: list[fx.Node]) -> None:
+        self.matmuls = matmuls
+        experts = shape(offsets)[0]
+        if not isinstance(experts, int):
+            raise NoMatch(offsets, "the number of experts is not fixed")
+        self.num_experts = experts
+        self.expert_ids, self.perm, self.sorted_ids = _sorting(offsets)
+        self.function = RowFunction(self._leaf)
+        self.tokens: fx.Node | None = None
+        self.token_ids: fx.Node | None = None
+        self.gathered_top_k: int | None = None  # where rows are gathered with perm // k
+        self.row_index: fx.Node | None = None
+        self.weights: fx.Node | None = None
+
+    def region(self) -> Region:
+        rows, leaving = self._last_rows()
+        result = self.function.convert(rows)
+        if self.tokens is None:
+            raise NoMatch(self.matmuls[0], "its rows are not gathered from tokens")
+        if is_call(leaving, *_ADDS_ROWS):
+            exit_node, top_k = self._added(leaving)
+        else:
+            exit_node, top_k, result = self._unsorted(leaving, result)
+        if self.gathered_top_k not in (None, top_k):
+            raise NoMatch(exit_node, f"it sums {top_k} rows a token, but {self.gathered_top_k} were gathered")
+        return Region(
+            style="grouped_mm",
+            tokens=self.tokens,
+            token_ids=self.token_ids,
+            expert_ids=self.expert_ids,
+            weights=self.weights,
+            params=tuple(self.function.params),
+            function=self.function.finish(result),
+            exit=exit_node,
+            num_experts=self.num_experts,
+            top_k=top_k,
+        )
+
+    # -- the way out
+
+    def _last_rows(self) -> tuple[fx.Node, fx.Node]:
+        """The last value over sorted rows, and the call through which it leaves the row order."""
+        pending, seen, stopped = [self.matmuls[-1]], set(), None
+        while pending:
+            node = pending.pop(0)
+            for user in node.users:
+                if is_gather(user) and user.args[0] is node:
+                    if self._is_inverse(user.args[1]):
+                        return node, user
+                    stopped = NoMatch(user, "it does not undo the sort by expert")
+                elif (
+                    is_call(user, *_ADDS_ROWS)
+                    and argument(user, 3, "source", argument(user, 3, "src")) is node
+                ):
+                    return node, user
+                elif user not in seen:
+                    seen.add(user)
+                    try:
+                        check_rowwise(user)
+                        pending.append(user)
+                    except NoMatch as reason:
+                        stopped = reason
+        raise stopped or NoMatch(self.matmuls[-1], "its result goes nowhere")
+
+    def _is_inverse(self, index: fx.Node) -> bool:
+        """Whether `index` is the inverse of the sorting permutation."""
+        if is_call(index, "argsort"):
+            return index.args[0] is self.perm
+        writers = [user for user in index.users if user.target is operator.setitem and user.args[0] is index]
+        return (
+            is_call(index, "empty_like", "empty", "new_empty", "zeros_like", "zeros", "new_zeros")
+            and len(writers) == 1
+            and writers[0].args[1] is self.perm
+            and is_call(writers[0].args[2], "arange")
+        )
+
+    def _unsorted(self, gathered: fx.Node, result: fx.Node) -> tuple[fx.Node, int, fx.Node]:
+        """`rows[inverse].view(T, k, D)`, weighted here or before, summed over k."""
+        split = _only_user(gathered)
+        if not is_call(split, "view", "reshape", "unflatten") or rank_of(split) != 3:
+            raise NoMatch(split, "rows in token order are not split into [tokens, top_k, hidden]")
+        top_k = shape(split)[1]
+        if not isinstance(top_k, int):
+            raise NoMatch(split, "the number of experts a token is not fixed")
+        total = _only_user(split)
+        if is_call(total, "mul"):
+            weights = next(a for a in total.args if a is not split)
+            if (
+                self.weights is not None
+                or not is_call(weights, "unsqueeze")
+                or shape(weights)[1:] != (top_k, 1)
+            ):
+                raise NoMatch(total, "it is not a product with the routing weights")
+            self.weights = weights.args[0]
+            column = self.function.call("call_method", "unsqueeze", (self.function.weight, -1))
+            result = self.function.call("call_function", torch.mul, (result, column))
+            total = _only_user(total)
+        dims = argument(total, 1, "dim")
+        if (
+            not is_call(total, "sum")
+            or dims not in (1, (1,), [1], -2)
+            or argument(total, 2, "keepdim", False)
+        ):
+            raise NoMatch(total, "the pairs of a token are not plainly summed")
+        return total, top_k, result
+
+    def _added(self, total: fx.Node) -> tuple[fx.Node, int]:
+        """`zeros.index_add(0, token of row, rows)` or the same with scatter_add."""
+        base, dim, index = total.args[0], argument(total, 1, "dim"), argument(total, 2, "index")
+        if dim != 0 or not is_call(base, "zeros", "zeros_like", "new_zeros"):
+            raise NoMatch(total, "it does not sum rows into zeros")
+        if is_call(total, "scatter_add"):
+            index = _broadcast_index(index)
+        if index is not self.row_index:
+            raise NoMatch(total, "it adds rows to other tokens than they came from")
+        pairs, tokens = shape(self.expert_ids)[0], shape(self.tokens)[0]  # type: ignore[arg-type]
+        top_k = self.gathered_top_k or sympy.sympify(pairs) / sympy.sympify(tokens)
+        if not isinstance(top_k, int) and not top_k.is_Integer:
+            raise NoMatch(total, "the number of experts a token is not fixed")
+        return total, int(top_k)
+
+    # -- what enters the rows
+
+    def _leaf(self, node: fx.Node) -> fx.Node | None:
+        if is_call(node, *_GROUPED):
+            rows, weight = node.args[0], argument(node, 1, "weight", argument(node, 1, "mat_b"))
+            arguments = (self.function.convert(rows), self._param(weight))
+            bias = node.kwargs.get("bias")
+            if bias is not None:
+                raise NoMatch(node, "a bias inside grouped_mm is not supported")
+            return self.function.call("call_function", torch.matmul, arguments)
+        if is_call(node, "masked_fill") and self._is_sentinel_mask(node.args[1]):
+            return self.function.convert(node.args[0])
+        source, index = _rows_taken(node)
+        if source is None or index is None:
+            return None
+        if self._unclamped(index) is self.sorted_ids and self.sorted_ids is not None:
+            return self._param(source)
+        if index is self.perm and rank_of(source) == 1:
+            if self.weights not in (None, source):
+                raise NoMatch(node, "a second vector over pairs enters the experts' rows")
+            self.weights = source
+            if is_gather(node):
+                return self.function.weight
+            return self.function.call("call_method", "unsqueeze", (self.function.weight, -1))
+        if rank_of(source) == 2 and self.tokens in (None, source):
+            self._set_row_index(index)
+            self.tokens = source
+            return self.function.rows
+        raise NoMatch(node, "rows are gathered in a way that is not tokens, weights or biases")
+
+    def _set_row_index(self, index: fx.Node) -> None:
+        if self.row_index not in (None, index):
+            raise NoMatch(index, "rows are gathered twice with different indices")
+        self.row_index = index
+        divides = is_call(index, "floordiv", "floor_divide") or (
+            is_call(index, "div") and index.kwargs.get("rounding_mode") == "floor"
+        )
+        if divides and index.args[0] is self.perm and isinstance(index.args[1], int):
+            self.gathered_top_k = index.args[1]
+        elif is_gather(index) and index.args[1] is self.perm:
+            self.token_ids = index.args[0]  # type: ignore[assignment]
+        else:
+            raise NoMatch(index, "the token of each row does not follow from the sort by expert")
+
+    def _param(self, node: fx.Node) -> fx.Node:
+        """One expert's slice of a stacked parameter, through casts and transposes of the other dimensions."""
+        source = source_of(node)
+        if source is not None:
+            if source.kind is not InputKind.PARAMETER or shape(node)[0] != self.num_experts:
+                raise NoMatch(
+                    node, f"`{source.name}` is not a parameter stacked over {self.num_experts} experts"
+                )
+            return self.function.parameter(node)
+        if is_call(node, "transpose", "swapaxes"):
+            rank = rank_of(node)
+            dims = [d - rank if d > 0 else d for d in node.args[1:3]]  # type: ignore[operator]
+            if all(-rank < d < 0 for d in dims):  # type: ignore[operator]
+                return self.function.call("call_method", "transpose", (self._param(node.args[0]), *dims))
+        if is_call(node, "permute") and node.args[1] in (0, (0, 2, 1)) and rank_of(node) == 3:
+            return self.function.call("call_method", "transpose", (self._param(node.args[0]), -2, -1))
+        if is_call(node, "getattr") and node.args[1] == "mT":
+            return self.function.call("call_method", "transpose", (self._param(node.args[0]), -2, -1))
+        if is_call(node, "to", "float", "half", "bfloat16", "contiguous"):
+            return self.function.call(
+                node.op, node.target, (self._param(node.args[0]), *node.args[1:]), dict(node.kwargs)
+            )
+        raise NoMatch(node, "the weights are not a parameter stacked over experts")
+
+    def _unclamped(self, index: fx.Node) -> fx.Node:
+        is_clamp = is_call(index, "clamp", "clamp_max") and argument(index, 2, "max") == self.num_experts - 1
+        return index.args[0] if is_clamp else index  # type: ignore[return-value]
+
+    def _is_sentinel_mask(self, mask: fx.Node) -> bool:
+        inner = mask.args[0] if is_call(mask, "unsqueeze") else mask
+        return is_call(inner, "ge") and inner.args[0] is self.sorted_ids and inner.args[1] == self.num_experts
+
+
+def _sorting(offsets: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    """(expert id of each pair, sorting permutation, sorted ids if the graph has them) behind group offsets."""
+    counts = strip_casts(offsets)
+    if not is_call(counts, "cumsum"):
+        raise NoMatch(counts, "group offsets are not a cumulative sum of counts")
+    histogram = strip_casts(counts.args[0])
+    if not is_call(histogram, "histc", "bincount"):
+        raise NoMatch(histogram, "rows per expert are not counted with histc or bincount")
+    ids = strip_casts(histogram.args[0])
+    if ids.target is operator.getitem and is_call(ids.args[0], "sort"):
+        ids = ids.args[0].args[0]  # type: ignore[union-attr, assignment]
+    for user in ids.users:
+        if is_call(user, "argsort"):
+            return ids, user, None
+        if is_call(user, "sort"):
+            parts = {part.args[1]: part for part in user.users if part.target is operator.getitem}
+            if 1 in parts:
+                return ids, parts[1], parts.get(0)
+    raise NoMatch(ids, "the ids that are counted are not sorted")
+
+
+def _rows_taken(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """(source, index) where `node` takes rows of a source: `x[i]`, `x[i, None]`, index_select, gather along dim 0."""
+    if is_gather(node):
+        return node.args[0], node.args[1]  # type: ignore[return-value]
+    if node.target is operator.getitem and isinstance(node.args[1], tuple) and is_tensor(node.args[0]):
+        index, *rest = node.args[1]
+        if is_tensor(index) and rest == [None]:
+            return node.args[0], index  # type: ignore[return-value]
+    if is_call(node, "index_select") and argument(node, 1, "dim") == 0:
+        return node.args[0], argument(node, 2, "index")  # type: ignore[return-value]
+    if is_call(node, "gather") and argument(node, 1, "dim") == 0:
+        return node.args[0], _broadcast_index(argument(node, 2, "index"))  # type: ignore[return-value]
+    return None, None
+
+
+def _broadcast_index(index: fx.Node) -> fx.Node:
+    """The vector behind `i.reshape(-1, 1).expand(-1, D)`."""
+    while is_call(index, "expand", "reshape", "view", "unsqueeze", "expand_as", "broadcast_to"):
+        index = index.args[0]  # type: ignore[assignment]
+    return index
+
+
+def _only_user(node: fx.Node) -> fx.Node:
+    users = list(node.users)
+    if len(users) != 1:
+        raise NoMatch(node, f"it is read {len(users)} times, once expected")
+    return users[0]

@@ -1,0 +1,141 @@
+"""Turns a stretch of graph over sorted rows into a function of one expert's rows.
+
+Legal only if rows do not interact: every operation must act on each row alone. Operations are allowed by name, with their
+dimensions checked; anything else stops the match and is named.
+
+Legend: P rows (routed pairs), E experts.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from disagmoe_compile.passes.metadata import argument, is_tensor, rank_of, shape, target_name
+from disagmoe_compile.passes.regions import NoMatch
+
+_POINTWISE = frozenset(
+    ["add", "sub", "mul", "div", "truediv", "floordiv", "true_divide", "neg", "pow", "exp", "exp2", "expm1", "log", "log1p", "sqrt", "rsqrt", "square", "abs", "reciprocal", "sigmoid", "silu", "swish", "gelu", "relu", "relu6", "relu2", "leaky_relu", "elu", "selu", "celu", "mish", "softplus", "softsign", "hardtanh", "hardswish", "hardsigmoid", "logsigmoid", "tanh", "erf", "sin", "cos", "clamp", "clamp_min", "clamp_max", "clip", "maximum", "minimum", "where", "lerp", "addcmul", "addcdiv", "sign", "round", "to", "type", "float", "half", "bfloat16", "double", "contiguous", "clone", "detach", "rsub", "lt", "le", "gt", "ge", "eq", "ne", "logical_not", "logical_and", "logical_or", "nan_to_num"]
+)
+_LAST_DIM = {  # name -> (position of its dim argument, its default)
+    "chunk": (2, 0), "split": (2, 0), "unbind": (1, 0), "softmax": (1, None), "log_softmax": (1, None), "glu": (1, -1),
+    "mean": (1, None), "sum": (1, None), "var": (1, None), "amax": (1, None), "amin": (1, None), "cat": (1, 0), "concat": (1, 0),
+    "flip": (1, None), "narrow": (1, None),
+}  # fmt: skip
+_NORMS = frozenset({"layer_norm", "rms_norm"})
+
+Leaf = Callable[[fx.Node], fx.Node | None]
+
+
+@dataclass(slots=True)
+class RowFunction:
+    """Builds `function(rows_PD, weight_P, *params)`.
+
+    `leaf(node)` returns the function's node for a value that enters the region (rows, weights, parameters), or None to go on.
+    """
+
+    leaf: Leaf
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    params: list[fx.Node] = field(default_factory=list)
+    _env: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    _param_placeholders: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    _count: int = 0
+
+    def __post_init__(self) -> None:
+        self.rows = self.graph.placeholder("rows")
+        self.weight = self.graph.placeholder("weight")
+        self._last_placeholder = self.weight
+
+    rows: fx.Node = field(init=False)
+    weight: fx.Node = field(init=False)
+    _last_placeholder: fx.Node = field(init=False)
+
+    def parameter(self, node: fx.Node) -> fx.Node:
+        """The function's placeholder for one expert's slice of a stacked parameter."""
+        if node not in self._param_placeholders:
+            with self.graph.inserting_after(self._last_placeholder):
+                placeholder = self.graph.placeholder(f"param_{len(self.params)}")
+            self._last_placeholder = placeholder
+            self._param_placeholders[node] = placeholder
+            self.params.append(node)
+        return self._param_placeholders[node]
+
+    def call(
+        self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> fx.Node:
+        self._count += 1
+        return self.graph.create_node(op, target, args, kwargs or {}, name=f"v{self._count}")
+
+    def convert(self, node: fx.Node) -> fx.Node:
+        """The function's node for a value over rows. Raises NoMatch at the first operation that is not row by row."""
+        if node not in self._env:
+            entered = self.leaf(node)
+            self._env[node] = self._operation(node) if entered is None else entered
+        return self._env[node]
+
+    def finish(self, result: fx.Node) -> fx.GraphModule:
+        """The function that returns `result`, one of its own nodes."""
+        self.graph.output(result)
+        return fx.GraphModule({}, self.graph, class_name="ExpertFunction")
+
+    def _operation(self, node: fx.Node) -> fx.Node:
+        check_rowwise(node)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.convert)
+        if target_name(node) == "unsqueeze" and rank_of(node.args[0]) is not None:  # type: ignore[arg-type]
+            args, kwargs = (args[0], -1), {}
+        return self.call(node.op, node.target, args, kwargs)
+
+
+def check_rowwise(node: fx.Node) -> None:
+    """Raises NoMatch unless `node` computes each row of its result from the same rows of its arguments."""
+    if node.op not in ("call_function", "call_method"):
+        raise NoMatch(node, "a value from outside enters the experts' rows")
+    name = target_name(node)
+    if name in _POINTWISE:
+        return
+    if name in _LAST_DIM:
+        position, default = _LAST_DIM[name]
+        dims = argument(node, position, "dim", default)
+        first = node.args[0]
+        sample = first[0] if isinstance(first, tuple | list) else first
+        rank = rank_of(sample) if isinstance(sample, fx.Node) else None
+        listed = dims if isinstance(dims, tuple | list) else (dims,)
+        if rank is None or any(not isinstance(d, int) or d % rank == 0 for d in listed):
+            raise NoMatch(node, "it may mix rows")
+        return
+    if name in _NORMS:
+        return
+    if name == "dropout":
+        if argument(node, 1, "p", 0.5) == 0 or not argument(node, 2, "training", True):
+            return
+        raise NoMatch(node, "random numbers inside an expert depend on the order of its rows")
+    if name == "unsqueeze":
+        rank = rank_of(node.args[0])  # type: ignore[arg-type]
+        if rank is not None and argument(node, 1, "dim") % (rank + 1) == rank:
+            return
+    if node.target is operator.getitem and _keeps_rows(node):
+        return
+    raise NoMatch(node, "no rule shows that it acts on each row alone")
+
+
+def _keeps_rows(node: fx.Node) -> bool:
+    source, index = node.args
+    if not is_tensor(source):
+        return isinstance(index, int)  # a part of a chunk or a split along the last dimension
+    whole = slice(None, None, None)
+    if not isinstance(index, tuple) or any(isinstance(part, fx.Node | list) for part in index):
+        return False
+    if index[0] is Ellipsis:
+        return len([part for part in index if part is not None]) - 1 < len(shape(source))  # type: ignore[arg-type]
+    return index[0] == whole
+
+
+def strip_casts(node: fx.Node) -> fx.Node:
+    """Through conversions that keep the order of elements."""
+    while target_name(node) in ("to", "float", "int", "long", "type", "contiguous", "detach") and node.args:
+        node = node.args[0]  # type: ignore[assignment]
+    return node

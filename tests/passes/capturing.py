@@ -1,0 +1,60 @@
+"""Captures a model through torch.compile and compares graphs with eager: shared by the tests of the passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from disagmoe_compile.capture import CapturedGraph, capture
+
+
+def capture_model(
+    model: Callable[..., Any], batch: Mapping[str, torch.Tensor], grad: bool = True, fullgraph: bool = True
+) -> tuple[CapturedGraph, list[Any]]:
+    """(captured graph, the flat arguments Dynamo calls it with)."""
+    seen: list[CapturedGraph] = []
+    calls: list[list[Any]] = []
+
+    def backend(graph_module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        seen.append(capture(graph_module, example_inputs))
+
+        def run(*args: Any) -> Any:
+            calls.append(list(args))
+            return graph_module(*args)
+
+        return run
+
+    torch._dynamo.reset()
+    with torch.set_grad_enabled(grad):
+        torch.compile(model, backend=backend, fullgraph=fullgraph)(**batch)
+    return seen[-1], calls[-1]
+
+
+def loss_and_gradients(
+    run: Callable[..., Any], args: list[Any], loss_position: int
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """Loss and the gradient of every argument that requires one, by position."""
+    leaves = {i: a for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.requires_grad}
+    loss = run(*args)[loss_position]
+    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    return loss.detach(), {i: g for i, g in zip(leaves, found) if g is not None}
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of `expected`; NaN counts as infinite, so that no comparison swallows it."""
+    error = ((actual - expected).norm() / expected.norm().clamp_min(1e-12)).item()
+    return error if error == error else float("inf")
+
+
+def worst_error(actual: Mapping[int, torch.Tensor], expected: Mapping[int, torch.Tensor]) -> float:
+    """Infinite if a gradient is missing on either side."""
+    if set(actual) != set(expected):
+        return float("inf")
+    return max((relative_error(actual[i], expected[i]) for i in expected), default=0.0)
+
+
+def names_of(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_parameters()}
