@@ -187,8 +187,11 @@ class AttentionWorker(Worker):
     def _carried_grads_of(self, spec: AttentionStage, microbatch: int) -> list[torch.Tensor | None]:
         if spec.index + 2 in self.stages:
             return self._carried_grads.pop((spec.index, microbatch))
+        values = self.boundaries[spec.index // 2].carried
+        if not any(value.requires_grad for value in values):
+            return [None] * len(values)  # nothing comes back: there is no such transfer
         arrived = iter(self.read(f"residual_bwd.{spec.index // 2}", microbatch))  # type: ignore[call-overload]
-        return [next(arrived) if has_grad else None for has_grad in spec.carried_grad]
+        return [next(arrived) if value.requires_grad else None for value in values]
 
     def _add_parameter_gradients(self, spec: AttentionStage, gradients: Mapping[int, torch.Tensor]) -> None:
         for position, source in enumerate(spec.sources):

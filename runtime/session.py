@@ -26,10 +26,10 @@ from disagmoe_compile.runtime.attention_worker import AttentionWorker
 from disagmoe_compile.runtime.binding import Binding
 from disagmoe_compile.runtime.executor import Executor
 from disagmoe_compile.runtime.outputs import UnmaterialisedOutput
+from disagmoe_compile.runtime.retrace import present_global_shapes
 from disagmoe_compile.runtime.rng import draw_call_seed
 from disagmoe_compile.runtime.timeline import Event
 from disagmoe_compile.runtime.worker import StepInputs
-
 
 _STEPS_KEPT = 64
 
@@ -137,7 +137,8 @@ class Session:
 
     # ---- one call
     def __call__(self, *arguments: object) -> tuple[object, ...]:
-        self._binding.check()
+        present_global_shapes()
+        self._binding.check({fqn: arguments[i] for i, fqn in self._parameters.items()})  # type: ignore[misc]
         inputs = [arguments[i] for i in self._inputs]
         agree("the batch", batch_digest(inputs), self._world)
         self._prepared = prepared = self._prepare(arguments)

@@ -13,16 +13,17 @@ import torch.distributed as dist
 from torch import nn
 
 from disagmoe_compile.backend.planning import choose_topology, make_plan
-from disagmoe_compile.capture import CapturedGraph
+from disagmoe_compile.capture import CapturedGraph, root_module
 from disagmoe_compile.config import Options
 from disagmoe_compile.errors import DisagMoEError, InputError
 from disagmoe_compile.passes.pipeline import PartitionResult
+from disagmoe_compile.passes.program import InputKind
 from disagmoe_compile.plan.topology import Topology
 from disagmoe_compile.runtime.agreement import agree, broadcast_text
 from disagmoe_compile.runtime.binding import Binding, bind
 from disagmoe_compile.runtime.placement import placements
 from disagmoe_compile.runtime.process_group import PipelineGroups
-from disagmoe_compile.runtime.retrace import install_retrace
+from disagmoe_compile.runtime.retrace import drop_parameter_guards
 from disagmoe_compile.runtime.state_dict import install
 from disagmoe_compile.runtime.transport.process_group import ProcessGroupTransport
 
@@ -39,34 +40,40 @@ _MODELS: weakref.WeakKeyDictionary[nn.Module, BoundModel] = weakref.WeakKeyDicti
 
 
 def bound_model(captured: CapturedGraph, partition: PartitionResult, options: Options) -> BoundModel:
-    """Collective. Plans the topology on rank 0 and hands each rank its parameters, once per model.
+    """Collective. At the first graph of a model plans its topology on rank 0; binds the parameters that no earlier graph used.
 
     Raises DivergenceError where ranks captured different graphs, InputError where sizes do not fit.
     """
     world = dist.group.WORLD
     assert world is not None
     agree("the captured graph", partition.fingerprint, world)
-    root = captured.root_module()
-    known = _MODELS.get(root)
-    if known is not None:
-        known.binding.drop_guards()
-        return known
+    root = root_module()
+    fqns = parameter_fqns(captured)
+    parameters = {fqn: captured.example_inputs[position] for position, fqn in fqns.items()}
     sizes = captured.sizes(captured.example_inputs)
-    topology = Topology(
-        **json.loads(from_rank_zero(lambda: _topology_text(partition, sizes, options), world))
-    )
-    groups = PipelineGroups.create(topology, options.timeout_s)
-    plan = make_plan(
-        partition.programs, captured.parameter_fqns, sizes, topology, options, partition.fingerprint
-    )
-    parameters = captured.parameters()
+    known = _MODELS.get(root)
+    if known is None:
+        topology = Topology(**json.loads(from_rank_zero(lambda: _topology_text(partition, sizes, options), world)))
+    else:
+        topology = known.topology
+    plan = make_plan(partition.programs, fqns, sizes, topology, options, partition.fingerprint)
     where = placements(plan, {fqn: p.shape for fqn, p in parameters.items()})
-    binding = bind(parameters, where, dist.get_rank(), groups.world)
-    install_retrace(root, binding)
-    install(root, binding, topology, groups)
-    transport = ProcessGroupTransport(topology, groups.lanes, groups.replicas, options.timeout_s)
-    _MODELS[root] = BoundModel(topology, groups, binding, transport)
-    return _MODELS[root]
+    if known is None:
+        groups = PipelineGroups.create(topology, options.timeout_s)
+        binding = bind(parameters, where, dist.get_rank(), groups.world)
+        install(root, binding, topology, groups)
+        transport = ProcessGroupTransport(topology, groups.lanes, groups.replicas, options.timeout_s)
+        known = _MODELS[root] = BoundModel(topology, groups, binding, transport)
+    else:
+        known.binding.extend(parameters, where)
+    resharded = [position for position, fqn in fqns.items() if fqn in known.binding and known.binding[fqn].is_resharded]
+    drop_parameter_guards([captured.sources[position] for position in resharded])
+    return known
+
+
+def parameter_fqns(captured: CapturedGraph) -> dict[int, str]:
+    """Position of the argument -> fully qualified name, of the parameters that the graph reads."""
+    return {i: one.name for i, one in enumerate(captured.inputs) if one.kind is InputKind.PARAMETER}
 
 
 def _topology_text(partition: PartitionResult, sizes: object, options: Options) -> str:

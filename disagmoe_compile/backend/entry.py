@@ -23,6 +23,7 @@ from disagmoe_compile.inspect.dump import GraphDumper
 from disagmoe_compile.passes.pipeline import PartitionResult, partition_model
 from disagmoe_compile.runtime.optimizer_hooks import expect_bind
 from disagmoe_compile.runtime.process_group import Launch, ensure_process_group
+from disagmoe_compile.runtime.retrace import require_global_shapes
 
 
 def disagmoe(
@@ -45,6 +46,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
             "move the model to the CPU or run one process"
         )
     check_graph_break(gm)
+    require_global_shapes(e for e in example_inputs if isinstance(e, torch.nn.Parameter))
     captured = capture(gm, example_inputs)
     partition = partition_model(captured, observers=_dumps(options), loss_reduction=options.loss_reduction)
     if not partition.programs.experts:
@@ -77,7 +79,7 @@ def _dumps(options: Options) -> tuple[GraphDumper, ...]:
 
 
 def _why_not(partition: PartitionResult) -> str:
-    reasons = [reason for report in partition.reports for reason in report.skipped]
+    reasons = [reason for _, report in partition.reports for reason in report.skipped]
     return f" ({'; '.join(map(str, reasons[:3]))})" if reasons else ""
 
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from disagmoe_compile.backend.bound_model import BoundModel, from_rank_zero
+from disagmoe_compile.backend.bound_model import BoundModel, from_rank_zero, parameter_fqns
 from disagmoe_compile.backend.planning import load_plan_for, make_plan, microbatch_sizes
 from disagmoe_compile.backend.stage_binding import Sizes, StageBinder, bind_boundaries
-from disagmoe_compile.capture import CapturedGraph
+from disagmoe_compile.capture import CapturedGraph, symbol_values
 from disagmoe_compile.config import Options
 from disagmoe_compile.errors import UnsupportedModelError
-from disagmoe_compile.passes.extract import without_outputs
 from disagmoe_compile.passes.pipeline import PartitionResult
-from disagmoe_compile.passes.program import LossProgram, ModelPrograms, bind
+from disagmoe_compile.passes.program import InputKind, LossProgram, ModelPrograms, bind
+from disagmoe_compile.passes.programs import without_outputs
 from disagmoe_compile.plan.ir import Plan
-from disagmoe_compile.plan.serialize import from_text, to_text
+from disagmoe_compile.plan.serialize import from_dict, to_dict
 from disagmoe_compile.plan.topology import Role
 from disagmoe_compile.runtime.attention_worker import AttentionWorker
 from disagmoe_compile.runtime.executor import Executor
@@ -49,8 +50,8 @@ def make_session(
         prepare=prepare,
         loss=None if programs.loss is None else make_loss(programs.loss),
         outputs=[Output(o.index, o.dtype, o.stage, o.constant) for o in programs.outputs],
-        parameters=captured.parameter_fqns,
-        inputs=captured.input_positions,
+        parameters=parameter_fqns(captured),
+        inputs=[i for i, one in enumerate(captured.inputs) if one.kind in (InputKind.INPUT, InputKind.SYMBOL)],
         uses_rng=any(program.uses_rng for program in programs.attention),
         trains=trains,
         gather_outputs=options.gather_outputs,
@@ -88,7 +89,7 @@ class _Preparer:
         options: Options,
         trains: bool,
     ) -> None:
-        self._captured, self._fingerprint = captured, partition.fingerprint
+        self._fqns, self._inputs, self._fingerprint = parameter_fqns(captured), captured.inputs, partition.fingerprint
         self._model, self._options, self._trains = model, options, trains
         programs = partition.programs
         if trains and not options.gather_outputs:
@@ -97,7 +98,7 @@ class _Preparer:
         self._prepared: dict[tuple[tuple[str, int], ...], Prepared] = {}
 
     def __call__(self, arguments: Sequence[object]) -> Prepared:
-        sizes = self._captured.sizes(arguments)
+        sizes = symbol_values(self._inputs, arguments)
         key = tuple(sorted((str(symbol), size) for symbol, size in sizes.items()))
         if key not in self._prepared:
             self._prepared[key] = self._prepare(sizes)
@@ -105,12 +106,12 @@ class _Preparer:
 
     def _prepare(self, sizes: Sizes) -> Prepared:
         world, rank = self._model.groups.world, dist.get_rank()
-        plan = from_text(from_rank_zero(lambda: to_text(self._plan(sizes)), world))
+        plan = from_dict(json.loads(from_rank_zero(lambda: json.dumps(to_dict(self._plan(sizes))), world)))
         micro = microbatch_sizes(self._programs, sizes, plan.workload.microbatch_size)
         device = torch.device("cpu")
         binder = StageBinder(
             self._programs,
-            self._captured.parameter_fqns,
+            self._fqns,
             compiler=self._options.stage_compiler,
             training=self._trains,
             device=device,
@@ -136,6 +137,5 @@ class _Preparer:
         )
 
     def _plan(self, sizes: Sizes) -> Plan:
-        fqns = self._captured.parameter_fqns
-        plan = make_plan(self._programs, fqns, sizes, self._model.topology, self._options, self._fingerprint)
+        plan = make_plan(self._programs, self._fqns, sizes, self._model.topology, self._options, self._fingerprint)
         return load_plan_for(self._options.plan, plan) if self._options.plan else plan

@@ -1,4 +1,4 @@
-"""Comparison with eager that cannot be fooled: NaN counts as infinite error, a missing gradient is an error, nothing is skipped."""
+"""Comparison with eager that cannot be fooled: NaN is an infinite error, a missing gradient is an error, nothing is skipped."""
 
 from __future__ import annotations
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from disagmoe_compile.backend.bound_model import parameter_fqns
 from disagmoe_compile.backend.graph_session import make_loss
 from disagmoe_compile.backend.planning import choose_topology, make_plan, microbatch_sizes
 from disagmoe_compile.backend.stage_binding import StageBinder, bind_boundaries
 from disagmoe_compile.capture import CapturedGraph, capture
 from disagmoe_compile.config import Options
-from disagmoe_compile.passes.extract import without_outputs
 from disagmoe_compile.passes.pipeline import PartitionResult, partition_model
+from disagmoe_compile.passes.programs import without_outputs
 from disagmoe_compile.plan.ir import Plan
 from disagmoe_compile.plan.topology import Role
 from disagmoe_compile.runtime.attention_worker import AttentionWorker
@@ -104,7 +105,7 @@ def run_captured(
     groups = chosen.pipeline_groups or 1
     asked = groups * ((chosen.attention_group_size or 1) + (chosen.ffn_group_size or 1))
     topology = choose_topology(programs, sizes, chosen, world_size or asked)
-    fqns = captured.parameter_fqns
+    fqns = parameter_fqns(captured)
     plan = edit_plan(make_plan(programs, fqns, sizes, topology, chosen, call.partition.fingerprint))
     assert plan.training is not None and programs.loss is not None
     micro = microbatch_sizes(programs, sizes, plan.workload.microbatch_size)
