@@ -9,7 +9,7 @@ of any compilation in the process, every part for a hollow tensor of the global 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 import torch._dynamo.config
@@ -18,7 +18,7 @@ from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._guards import TracingContext
 
 from disagmoe_compile.errors import DisagMoEError
-from disagmoe_compile.runtime.binding import HOLDERS, Holder, is_hollow
+from disagmoe_compile.runtime.binding import HOLDERS, holder_of, is_hollow
 
 _PARKED: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]] = []
 
@@ -51,32 +51,42 @@ def drop_parameter_guards(sources: Collection[str]) -> int:
 
 
 def present_global_shapes() -> None:
-    """Registers the swap with Dynamo, once however often called.
+    """Registers the swap with Dynamo, once however often called; call it from every backend call.
 
-    Call it at every compiled call: `torch._dynamo.reset()` forgets registrations. Also makes Dynamo raise at its recompile
-    limit, past which it would run the model eagerly on parts, silently wrong.
+    Also makes Dynamo raise at its recompile limit, past which it would run the model eagerly on parts, silently wrong.
     """
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     if _hollow_out not in callback_handler.start_callbacks:
-        callback_handler.register_start_callback(_hollow_out)
-    if _fill_in not in callback_handler.end_callbacks:
-        callback_handler.register_end_callback(_fill_in)
+        callback_handler.start_callbacks = _Lasting(_hollow_out, callback_handler.start_callbacks)
+        callback_handler.end_callbacks = _Lasting(_fill_in, callback_handler.end_callbacks)
 
 
-def check_presented(shapes: Collection[tuple[nn.Parameter, tuple[int, ...]]]) -> None:
-    """In the backend: the shapes at which bound parameters were traced must be global.
-
-    Raises DisagMoEError after `torch._dynamo.reset()`, which forgot the swap, so that this trace saw parts.
-    The swap is registered again by then: the next call traces rightly.
+def require_global_shapes(parameters: Iterable[torch.Tensor]) -> None:
+    """In the backend, before it looks at the graph. Raises DisagMoEError if this trace saw a part of a
+    parameter.
     """
-    for parameter, traced in shapes:
-        holder: Holder | None = HOLDERS.get(parameter)
-        if holder is not None and traced != holder.bound.placement.global_shape:
-            present_global_shapes()
+    for parameter in parameters:
+        holder = holder_of(parameter)
+        if holder is not None and holder.bound.is_resharded and not is_hollow(parameter):
             raise DisagMoEError(
-                f"parameter {holder.bound.fqn} was traced with this rank's shape {traced}, because torch._dynamo.reset() was "
-                "called after the first call of the model: call the model again"
+                f"parameter {holder.bound.fqn} was traced with the shape of this rank's part, because Dynamo's compilation "
+                "callbacks were removed after the first call: leave torch._dynamo.callback_handler alone"
             )
+
+
+class _Lasting(list[Callable[[CallbackArgs], None]]):
+    """Callbacks whose first outlives `torch._dynamo.reset()`, which clears them all: parts stay parts after
+    it.
+    """
+
+    def __init__(
+        self, first: Callable[[CallbackArgs], None], others: Iterable[Callable[[CallbackArgs], None]]
+    ) -> None:
+        super().__init__([first, *others])
+        self._first = first
+
+    def clear(self) -> None:
+        self[:] = [self._first]
 
 
 def _hollow_out(_: CallbackArgs) -> None:

@@ -1,7 +1,9 @@
-"""A small model and a stand-in backend: what binding, guards and re-trace need of a model that is split, without the pipeline.
+"""A small model and a stand-in backend: what binding, guards and re-trace need of a model that is split,
+without the pipeline.
 
-Attention-like parameters are whole on the attention ranks, `experts` is split by row over the FFN ranks. The backend gathers
-all parts to run the graph, which no real run does, and hands each rank the gradient of its part alone.
+Attention-like parameters are whole on the attention ranks, `experts` is split by row over the FFN ranks. The
+backend gathers all parts to run the graph, which no real run does, and hands each rank the gradient of its
+part alone.
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ from disagmoe_compile.plan.topology import Group, Role, Topology
 from disagmoe_compile.runtime.binding import Binding, bind
 from disagmoe_compile.runtime.placement import ParameterPlacement
 from disagmoe_compile.runtime.process_group import PipelineGroups
-from disagmoe_compile.runtime.retrace import drop_parameter_guards, present_global_shapes
+from disagmoe_compile.runtime.retrace import (
+    drop_parameter_guards,
+    present_global_shapes,
+    require_global_shapes,
+)
 
 DIM = 8
 
@@ -92,6 +98,7 @@ class GatheringBackend:
         placeholders = graph.graph.find_nodes(op="placeholder")
         fqns = [names.get(id(example)) for example in examples]
         shapes = {f: tuple(e.shape) for f, e in zip(fqns, examples) if f is not None}
+        require_global_shapes([e for e, f in zip(examples, fqns) if f is not None])
         self.traced.append(shapes)
         if len(self.traced) - 1 == self.fail_on_trace:
             raise ValueError("this trace was told to fail")
@@ -109,12 +116,13 @@ class GatheringBackend:
 
     def _runner(self, graph: fx.GraphModule, fqns: list[str | None]) -> Callable[..., Any]:
         backend = self
+        is_training = torch.is_grad_enabled()  # no_grad has a graph of its own
 
         class Run(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, *args: Any) -> torch.Tensor:
                 wholes = [backend.gather(f, a) if f is not None else a for f, a in zip(fqns, args)]
-                needed = [a.requires_grad if isinstance(a, torch.Tensor) else False for a in args]
+                needed = [is_training and isinstance(a, torch.Tensor) and a.requires_grad for a in args]
                 leaves = [
                     w.detach().requires_grad_(n) if isinstance(w, torch.Tensor) else w
                     for w, n in zip(wholes, needed)

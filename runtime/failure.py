@@ -1,0 +1,110 @@
+"""When a rank fails, every rank should name it. The first failure is written to the store, and later ones
+defer to it.
+
+A rank that only sees a broken connection cannot know whether its peer is the culprit or a victim: the peer
+may have ended because of another. So it looks, for a short while, for the report of the first failure.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+
+from disagmoe_compile.errors import DisagMoEError, PeerError
+
+_KEY = "disagmoe/first failure"
+_COUNT = "disagmoe/failures"
+_PAUSE_S = 0.05
+_CONNECTION_SIGNS = (
+    "connection closed",
+    "connection reset",
+    "broken pipe",
+    "connection refused",
+    "socket",
+    "ncclremoteerror",
+)
+_TIMEOUT_SIGNS = ("timed out", "timeout")
+
+
+@dataclass(frozen=True, slots=True)
+class FailureReport:
+    """`action`: text of the action the rank was at; `peer`: the rank it talked to, if any; `reason`: one
+    line.
+    """
+
+    rank: int
+    action: str
+    peer: int | None
+    reason: str
+
+    def __str__(self) -> str:
+        peer = "" if self.peer is None else f" (peer: rank {self.peer})"
+        return f"rank {self.rank} failed at {self.action}{peer}: {self.reason}"
+
+
+def report_first(report: FailureReport, store: dist.Store) -> bool:
+    """Writes the report unless another rank was earlier; returns whether this one is the first."""
+    if store.add(_COUNT, 1) != 1:
+        return False
+    store.set(_KEY, json.dumps(asdict(report)))
+    return True
+
+
+def read_first(store: dist.Store, wait_s: float) -> FailureReport | None:
+    """The first failure, if one is written within `wait_s` seconds and the store still answers."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            if store.check([_KEY]):
+                return FailureReport(**json.loads(store.get(_KEY)))
+        except dist.DistError:  # the store lives in a rank that is gone
+            return None
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(_PAUSE_S)
+
+
+def describe_failure(
+    error: BaseException,
+    rank: int,
+    action: str,
+    peers: Sequence[int],
+    store: dist.Store | None,
+    wait_s: float = 2.0,
+) -> DisagMoEError:
+    """The error to raise instead of `error`, which broke `action` on this rank.
+
+    A broken connection or a timeout becomes a PeerError that names the first rank to fail, if it could
+    report; else the ranks of `peers` that this action waited for. An error of our own making is reported as
+    the first, and returned as it is.
+    """
+    text = str(error).lower()
+    is_timeout = any(sign in text for sign in _TIMEOUT_SIGNS)
+    is_broken = any(sign in text for sign in _CONNECTION_SIGNS) or isinstance(error, ConnectionError)
+    reason = _one_line(error)
+    if not is_timeout and not is_broken:
+        if store is not None:
+            report_first(FailureReport(rank, action, None, reason), store)
+        if isinstance(error, DisagMoEError):
+            return error
+        return DisagMoEError(f"rank {rank} failed at {action}: {reason}")
+    first = None if store is None else read_first(store, wait_s)
+    if first is not None and first.rank != rank:
+        return PeerError(f"rank {rank} stopped at {action}, because {first}")
+    who = "a peer" if not peers else f"rank {peers[0]}" if len(peers) == 1 else f"one of ranks {list(peers)}"
+    if is_timeout:
+        if store is not None:
+            report_first(
+                FailureReport(rank, action, peers[0] if len(peers) == 1 else None, "no answer in time"), store
+            )
+        return PeerError(f"rank {rank} got no answer at {action} from {who} in time: {reason}")
+    return PeerError(f"rank {rank} lost its connection at {action}: {who} is gone ({reason})")
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
