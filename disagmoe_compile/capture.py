@@ -1,8 +1,8 @@
 """What Dynamo hands to the backend, made usable: a graph with a symbolic batch whose placeholders say what they are.
 
-Dynamo bakes the sizes of the first batch into the graph (`view(x, (8, 16, -1, 16))`); micro-batches could not run it. So the first call
-marks dimension 0 of the batch inputs as dynamic and restarts the trace; the second trace is a template for every batch size. A batch
-of one sample stays as it is: there is nothing to split.
+Dynamo bakes the sizes of the first batch into the graph (`view(x, (8, 16, -1, 16))`); micro-batches could not run
+it. So the first call marks dimension 0 of the batch inputs as dynamic and restarts the trace; the second trace is a
+template for every batch size. A batch of one sample stays as it is: there is nothing to split.
 
 Call these functions inside the backend, while Dynamo's tracing context is alive.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -22,60 +21,22 @@ from torch import fx, nn
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 
 from disagmoe_compile.errors import CaptureError
+from disagmoe_compile.passes.captured import AutocastState, CapturedGraph, symbol_values
 from disagmoe_compile.passes.metadata import expression, placeholders
-from disagmoe_compile.passes.program import Dim, InputKind, StageInput
+from disagmoe_compile.passes.program import InputKind, StageInput
 
+__all__ = [
+    "AutocastState",
+    "CapturedGraph",
+    "capture",
+    "check_graph_break",
+    "module_of_source",
+    "qualified_name",
+    "root_module",
+    "symbol_values",
+]
 _BASE = re.compile(r"^([LG])\['([^']+)'\]")
 _MODULE_STEP = re.compile(r"\._(modules|parameters|buffers)\['([^']*)'\]")
-
-
-@dataclass(frozen=True, slots=True)
-class AutocastState:
-    """Autocast as it was around the call; it leaves no nodes in the graph but changes what its operations compute."""
-
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedGraph:
-    """`inputs[i]` describes placeholder i of the graph; `sources[i]` is its name in the user's frame.
-
-    `batch_symbol` is None where the batch is 1. `training`: the graph was traced with gradients on.
-    """
-
-    graph_module: fx.GraphModule
-    example_inputs: tuple[Any, ...]
-    inputs: tuple[StageInput, ...]
-    sources: tuple[str, ...]
-    batch_symbol: sympy.Symbol | None
-    autocast: AutocastState
-    training: bool
-
-    def sizes(self, args: Sequence[Any]) -> dict[sympy.Symbol, int]:
-        """Value of every symbol, from the flat arguments of one call (sizes and tensors as the graph takes them)."""
-        if len(args) != len(self.inputs):
-            raise ValueError(f"the graph takes {len(self.inputs)} arguments, got {len(args)}")
-        return symbol_values(self.inputs, args)
-
-    @property
-    def batch_size(self) -> Dim:
-        """Samples of the captured call: the symbol, or 1."""
-        return 1 if self.batch_symbol is None else self.batch_symbol
-
-
-def symbol_values(inputs: Sequence[StageInput], args: Sequence[Any]) -> dict[sympy.Symbol, int]:
-    """Solves each dimension that is a plain symbol; raises ValueError where two arguments disagree."""
-    found: dict[sympy.Symbol, int] = {}
-    for stage_input, arg in zip(inputs, args):
-        actual = tuple(arg.shape) if isinstance(arg, torch.Tensor) else (arg,)
-        for dim, size in zip(stage_input.shape, actual):
-            if isinstance(dim, sympy.Symbol) and found.setdefault(dim, int(size)) != int(size):
-                raise ValueError(
-                    f"`{stage_input.name}` has size {int(size)} where another argument has {found[dim]}"
-                )
-    return found
 
 
 def capture(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> CapturedGraph:

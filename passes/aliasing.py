@@ -29,9 +29,72 @@ AUGMENTED = {
 }
 # Calls that may return (a view of) their first argument. `to`, `contiguous` and the like do so when there is nothing to change.
 _MAY_ALIAS = frozenset(
-    ["view", "reshape", "view_as", "reshape_as", "transpose", "permute", "unsqueeze", "squeeze", "expand", "expand_as", "broadcast_to", "t", "adjoint", "swapaxes", "swapdims", "movedim", "moveaxis", "flatten", "unflatten", "ravel", "narrow", "select", "diagonal", "as_strided", "unfold", "detach", "real", "imag", "contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool", "cpu", "cuda", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "hsplit", "vsplit", "dsplit", "getattr", "dropout", "alias", "requires_grad_", "positive", "conj", "resolve_conj", "nan_to_num_", "atleast_1d", "atleast_2d", "atleast_3d"]
+    [
+        "view",
+        "reshape",
+        "view_as",
+        "reshape_as",
+        "transpose",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "expand_as",
+        "broadcast_to",
+        "t",
+        "adjoint",
+        "swapaxes",
+        "swapdims",
+        "movedim",
+        "moveaxis",
+        "flatten",
+        "unflatten",
+        "ravel",
+        "narrow",
+        "select",
+        "diagonal",
+        "as_strided",
+        "unfold",
+        "detach",
+        "real",
+        "imag",
+        "contiguous",
+        "to",
+        "type",
+        "type_as",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "int",
+        "long",
+        "bool",
+        "cpu",
+        "cuda",
+        "chunk",
+        "split",
+        "split_with_sizes",
+        "tensor_split",
+        "unbind",
+        "hsplit",
+        "vsplit",
+        "dsplit",
+        "getattr",
+        "dropout",
+        "alias",
+        "requires_grad_",
+        "positive",
+        "conj",
+        "resolve_conj",
+        "nan_to_num_",
+        "atleast_1d",
+        "atleast_2d",
+        "atleast_3d",
+    ]
 )
-_MULTI_VIEW = frozenset(["chunk", "split", "split_with_sizes", "tensor_split", "unbind", "hsplit", "vsplit", "dsplit"])
+_MULTI_VIEW = frozenset(
+    ["chunk", "split", "split_with_sizes", "tensor_split", "unbind", "hsplit", "vsplit", "dsplit"]
+)
 
 
 def written(node: fx.Node) -> fx.Node | None:

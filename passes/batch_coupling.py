@@ -13,7 +13,33 @@ from disagmoe_compile.passes.metadata import argument, describe, free_symbols, i
 from disagmoe_compile.passes.program import AttentionProgram, Dim, ModelPrograms
 
 _REDUCTIONS = frozenset(
-    ["sum", "mean", "var", "std", "max", "min", "amax", "amin", "argmax", "argmin", "prod", "logsumexp", "norm", "softmax", "log_softmax", "cumsum", "cumprod", "topk", "sort", "argsort", "any", "all", "median", "histc", "bincount"]
+    [
+        "sum",
+        "mean",
+        "var",
+        "std",
+        "max",
+        "min",
+        "amax",
+        "amin",
+        "argmax",
+        "argmin",
+        "prod",
+        "logsumexp",
+        "norm",
+        "softmax",
+        "log_softmax",
+        "cumsum",
+        "cumprod",
+        "topk",
+        "sort",
+        "argsort",
+        "any",
+        "all",
+        "median",
+        "histc",
+        "bincount",
+    ]
 )
 _DEFAULT_LAST = frozenset({"topk", "sort", "argsort"})
 

@@ -17,7 +17,9 @@ from disagmoe_compile.passes.base import PassReport
 from disagmoe_compile.passes.contract import Capability
 from disagmoe_compile.passes.metadata import describe, target_name, value
 
-_RANDOM = frozenset(["normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_", "log_normal_", "cauchy_"])
+_RANDOM = frozenset(
+    ["normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_", "log_normal_", "cauchy_"]
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,32 @@ from disagmoe_compile.passes.program import InputKind
 from disagmoe_compile.plan.topology import Role
 
 _RANDOM = frozenset(
-    ["rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "bernoulli_", "normal_", "uniform_", "exponential_", "random_", "geometric_", "log_normal_", "cauchy_", "feature_dropout", "alpha_dropout", "native_dropout", "gumbel_softmax"]
+    [
+        "rand",
+        "randn",
+        "randint",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "randperm",
+        "bernoulli",
+        "multinomial",
+        "normal",
+        "poisson",
+        "rrelu",
+        "bernoulli_",
+        "normal_",
+        "uniform_",
+        "exponential_",
+        "random_",
+        "geometric_",
+        "log_normal_",
+        "cauchy_",
+        "feature_dropout",
+        "alpha_dropout",
+        "native_dropout",
+        "gumbel_softmax",
+    ]
 )
 
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from disagmoe_compile.capture import CapturedGraph
 from disagmoe_compile.passes import metadata
 from disagmoe_compile.passes.assign_streams import AssignStreams
 from disagmoe_compile.passes.base import GraphPass, Observer, PassReport
 from disagmoe_compile.passes.batch_coupling import batch_coupled
 from disagmoe_compile.passes.canonicalize_experts import CanonicalizeExperts
+from disagmoe_compile.passes.captured import CapturedGraph
 from disagmoe_compile.passes.deinplace import Deinplace
 from disagmoe_compile.passes.find_regions import FindRegions
 from disagmoe_compile.passes.inline_checkpoint import InlineCheckpoint

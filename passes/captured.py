@@ -1,0 +1,62 @@
+"""A captured graph with what is known about it: what `capture.py` makes and the passes take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from disagmoe_compile.passes.program import Dim, StageInput
+
+
+@dataclass(frozen=True, slots=True)
+class AutocastState:
+    """Autocast as it was around the call; it leaves no nodes in the graph but changes what its operations compute."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedGraph:
+    """`inputs[i]` describes placeholder i of the graph; `sources[i]` is its name in the user's frame.
+
+    `batch_symbol` is None where the batch is 1. `training`: the graph was traced with gradients on.
+    """
+
+    graph_module: fx.GraphModule
+    example_inputs: tuple[Any, ...]
+    inputs: tuple[StageInput, ...]
+    sources: tuple[str, ...]
+    batch_symbol: sympy.Symbol | None
+    autocast: AutocastState
+    training: bool
+
+    def sizes(self, args: Sequence[Any]) -> dict[sympy.Symbol, int]:
+        """Value of every symbol, from the flat arguments of one call (sizes and tensors as the graph takes them)."""
+        if len(args) != len(self.inputs):
+            raise ValueError(f"the graph takes {len(self.inputs)} arguments, got {len(args)}")
+        return symbol_values(self.inputs, args)
+
+    @property
+    def batch_size(self) -> Dim:
+        """Samples of the captured call: the symbol, or 1."""
+        return 1 if self.batch_symbol is None else self.batch_symbol
+
+
+def symbol_values(inputs: Sequence[StageInput], args: Sequence[Any]) -> dict[sympy.Symbol, int]:
+    """Solves each dimension that is a plain symbol; raises ValueError where two arguments disagree."""
+    found: dict[sympy.Symbol, int] = {}
+    for stage_input, arg in zip(inputs, args):
+        actual = tuple(arg.shape) if isinstance(arg, torch.Tensor) else (arg,)
+        for dim, size in zip(stage_input.shape, actual):
+            if isinstance(dim, sympy.Symbol) and found.setdefault(dim, int(size)) != int(size):
+                raise ValueError(
+                    f"`{stage_input.name}` has size {int(size)} where another argument has {found[dim]}"
+                )
+    return found
