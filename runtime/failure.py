@@ -93,16 +93,19 @@ def describe_failure(
             return error
         return DisagMoEError(f"rank {rank} failed at {action}: {reason}")
     first = None if store is None else read_first(store, wait_s)
-    if first is not None and first.rank != rank:
+    if first is None and store is not None and len(peers) == 1:
+        why = f"no answer to rank {rank} in time" if is_timeout else f"its connection to rank {rank} closed"
+        report_first(FailureReport(peers[0], action, rank, why), store)
+    if first is not None and first.rank not in (rank, *peers):
         return PeerError(f"rank {rank} stopped at {action}, because {first}")
     who = "a peer" if not peers else f"rank {peers[0]}" if len(peers) == 1 else f"one of ranks {list(peers)}"
-    if is_timeout:
-        if store is not None:
-            report_first(
-                FailureReport(rank, action, peers[0] if len(peers) == 1 else None, "no answer in time"), store
-            )
-        return PeerError(f"rank {rank} got no answer at {action} from {who} in time: {reason}")
-    return PeerError(f"rank {rank} lost its connection at {action}: {who} is gone ({reason})")
+    what = f"got no answer at {action} from {who} in time" if is_timeout else f"lost {who} at {action}"
+    return PeerError(f"rank {rank} {what}: {reason if first is None else first}")
+
+
+def default_store() -> dist.Store | None:
+    """The store of the default process group; None before there is one."""
+    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
 def _one_line(error: BaseException) -> str:
