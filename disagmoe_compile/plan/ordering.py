@@ -58,14 +58,10 @@ def _of_receiver(case: Case, message: Message, transfer: Transfer) -> Iterator[D
     if source is not None:
         kind, name = source
         found = case.steps.sends if kind is ActionKind.SEND else case.steps.arrivals
-        for origin in found.get((name, microbatch), ()):
-            yield Dependency(
-                origin,
-                receive,
-                "size-order",
-                f"is posted before {kind}[{name}]{microbatch} fixed its sizes",
-                False,
-            )
+        origins = found.get((name, microbatch), [])
+        if len(origins) == 1:
+            why = f"is posted before {kind}[{name}]{microbatch} fixed its sizes"
+            yield Dependency(origins[0], receive, "size-order", why, False)
     consumers = _computes(case, transfer.direction, transfer.dst, microbatch)
     for wait in case.steps.arrivals.get(message, ()):
         yield Dependency(receive, wait, "wait", f"waits for {transfer.name} before its RECV", False)
@@ -111,8 +107,10 @@ def _of_compute(case: Case) -> Iterator[Dependency]:
 
 
 def _computes(case: Case, direction: Direction, stage: int, microbatch: int) -> list[int]:
+    """The one compute action, or nothing where completeness has found none or several."""
     kinds = (ActionKind.FORWARD,) if direction is Direction.FORWARD else BACKWARD_INPUTS
-    return case.steps.computes(kinds, stage, microbatch)
+    found = case.steps.computes(kinds, stage, microbatch)
+    return found if len(found) == 1 else []
 
 
 def check_lists(case: Case, found: Collection[Dependency]) -> Iterator[Violation]:
