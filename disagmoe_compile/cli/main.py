@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from disagmoe_compile.cli import clusters, doctor, plan
+from disagmoe_compile.cli import clusters, doctor, inspect, plan, train
 from disagmoe_compile.cli.output import report
 
 app = typer.Typer(
@@ -22,6 +22,8 @@ app = typer.Typer(
 app.command("doctor")(doctor.doctor)
 app.command("clusters")(clusters.clusters)
 app.command("plan")(plan.plan)
+app.command("inspect")(inspect.inspect)
+app.command("train")(train.train)
 
 
 @app.callback(invoke_without_command=True)
