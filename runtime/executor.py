@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
-from disagmoe_compile.errors import DisagMoEError, PeerError
 from disagmoe_compile.plan.action import Action, ActionKind
 from disagmoe_compile.plan.ir import Plan, Transfer
+from disagmoe_compile.runtime.failure import describe_failure
 from disagmoe_compile.runtime.messages import Receiving, ReceivingRouted, Sending, send
 from disagmoe_compile.runtime.timeline import Event
 from disagmoe_compile.runtime.worker import StepInputs, Worker
@@ -25,8 +26,8 @@ Key = tuple[str, int]
 class Executor:
     """`events` of the last step, in the order of execution; `sent_bytes` per transfer since the start."""
 
-    def __init__(self, plan: Plan, worker: Worker) -> None:
-        self.plan, self.worker = plan, worker
+    def __init__(self, plan: Plan, worker: Worker, store: dist.Store | None = None) -> None:
+        self.plan, self.worker, self._store = plan, worker, store
         self._transfers = {t.name: t for t in plan.transfers}
         self._handlers: dict[ActionKind, Callable[[Action], int]] = {
             ActionKind.FORWARD: self._forward,
@@ -58,17 +59,15 @@ class Executor:
         self.step_count += 1
 
     def run_action(self, action: Action) -> None:
-        """Raises PeerError naming rank and action where a message fails; our own errors pass unchanged."""
+        """An error is reported to the other ranks through `store`; where a message fails, it names the rank that failed first."""
         index, start = len(self.events), time.time()
         self.events.append(Event(str(action), str(action.stream), start, start, step=self.step_count))
         try:
             nbytes = self._handlers[action.kind](action)
-        except DisagMoEError:
-            raise
-        except (RuntimeError, TimeoutError) as error:
-            if action.kind in _COMMUNICATES:
-                raise self._peer_error(action, error) from error
-            raise
+        except Exception as error:
+            worker = self.worker
+            where = f"action {action} of {worker.group}"
+            raise describe_failure(error, worker.rank, where, self._peers(action), self._store) from error
         self.events[index] = replace(self.events[index], end=time.time(), nbytes=nbytes)
 
     def can_run(self, action: Action) -> bool:
@@ -175,26 +174,18 @@ class Executor:
             event, end=time.time(), nbytes=event.nbytes if nbytes is None else nbytes
         )
 
-    def _peer_error(self, action: Action, error: BaseException) -> PeerError:
+    def _peers(self, action: Action) -> list[int]:
+        """The ranks that a communication action depends on."""
+        if action.transfer is None:
+            return []
         transfer = self._transfer(action)
-        is_collective = transfer.src == transfer.dst
-        other = (
-            action.stage if is_collective else transfer.dst if action.stage == transfer.src else transfer.src
-        )
-        peers = [rank for rank in self.plan.topology.ranks_of_stage(other) if rank != self.worker.rank]
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return PeerError(
-            f"rank {self.worker.rank} ({self.worker.group}) lost contact in action {action} "
-            f"with rank(s) {', '.join(map(str, peers))}: {reason}"
-        )
+        other = transfer.dst if action.stage == transfer.src else transfer.src
+        return [rank for rank in self.plan.topology.ranks_of_stage(other) if rank != self.worker.rank]
 
 
 class _Reduction:
     def __init__(self, fqns: list[str], sizes: list[int], flat: torch.Tensor, work: object) -> None:
         self.fqns, self.sizes, self.flat, self.work = fqns, sizes, flat, work
-
-
-_COMMUNICATES = frozenset({ActionKind.SEND, ActionKind.RECV, ActionKind.WAIT, ActionKind.REDUCE_GRAD})
 
 
 def _key(action: Action) -> Key:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from disagmoe_compile.runtime.agreement import agree, batch_digest
 from disagmoe_compile.runtime.attention_worker import AttentionWorker
 from disagmoe_compile.runtime.binding import Binding
 from disagmoe_compile.runtime.executor import Executor
+from disagmoe_compile.runtime.failure import default_store, describe_failure
 from disagmoe_compile.runtime.outputs import UnmaterialisedOutput
 from disagmoe_compile.runtime.retrace import present_global_shapes
 from disagmoe_compile.runtime.rng import draw_call_seed
@@ -32,6 +34,9 @@ from disagmoe_compile.runtime.timeline import Event
 from disagmoe_compile.runtime.worker import StepInputs
 
 _STEPS_KEPT = 64
+_SAME_BATCH = (
+    "under torchrun every rank runs the same script, seed and data included, and passes the same global batch"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +144,17 @@ class Session:
     def __call__(self, *arguments: object) -> tuple[object, ...]:
         present_global_shapes()
         self._binding.check({fqn: arguments[i] for i, fqn in self._parameters.items()})  # type: ignore[misc]
-        inputs = [arguments[i] for i in self._inputs]
-        agree("the batch", batch_digest(inputs), self._world)
-        self._prepared = prepared = self._prepare(arguments)
+        self._call_seed = draw_call_seed() if self._uses_rng else 0
+        with self._explained("comparing batches"):
+            inputs = [arguments[i] for i in self._inputs]
+            agree(
+                "the batch or the random seed",
+                batch_digest([*inputs, self._call_seed]),
+                self._world,
+                _SAME_BATCH,
+            )
+        with self._explained("planning and compiling"):
+            self._prepared = prepared = self._prepare(arguments)
         if self._trains and torch.is_grad_enabled():
             assert self._loss is not None
             loss = _Pipeline.apply(self, prepared, *arguments)
@@ -165,7 +178,8 @@ class Session:
         numerators = torch.zeros(len(scales), dtype=torch.float64)
         if isinstance(worker, AttentionWorker) and worker.numerators:
             numerators = torch.stack([n.to("cpu", torch.float64) for n in worker.numerators])
-        dist.all_reduce(numerators, group=self._world)
+        with self._explained("summing the loss"):
+            dist.all_reduce(numerators, group=self._world)
         loss = (numerators * torch.tensor(scales, dtype=torch.float64)).sum()
         return loss.to(worker.device, self._loss.dtype)
 
@@ -178,7 +192,7 @@ class Session:
                 arguments=arguments,
                 parameters={fqn: arguments[i].detach() for i, fqn in self._parameters.items()},  # type: ignore[attr-defined]
                 tangents=tangents,
-                call_seed=draw_call_seed() if self._uses_rng else 0,
+                call_seed=self._call_seed,
             )
         )
         executor.run(prepared.actions)
@@ -193,6 +207,14 @@ class Session:
             found[position] = worker.gradients.get(fqn)
         worker.gradients = {}
         return found
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """A collective that fails names the rank that failed first."""
+        try:
+            yield
+        except Exception as error:
+            raise describe_failure(error, dist.get_rank(), what, [], default_store()) from error
 
     # ---- outputs
     def _output(self, output: Output, prepared: Prepared, loss: torch.Tensor | None) -> object:
@@ -219,7 +241,8 @@ class Session:
                 assert isinstance(worker, AttentionWorker)
                 pieces = worker.outputs[output.index]
                 part.copy_(torch.cat([pieces[microbatch].detach() for microbatch in sorted(pieces)]))
-            dist.broadcast(part, rank, group=self._world)
+            with self._explained(f"gathering output {output.index}"):
+                dist.broadcast(part, rank, group=self._world)
             parts.append(part)
         return torch.cat(parts)
 

@@ -21,6 +21,7 @@ from disagmoe_compile.passes.program import InputKind
 from disagmoe_compile.plan.topology import Topology
 from disagmoe_compile.runtime.agreement import agree, broadcast_text
 from disagmoe_compile.runtime.binding import Binding, bind
+from disagmoe_compile.runtime.optimizer_hooks import OptimizerGuard
 from disagmoe_compile.runtime.placement import placements
 from disagmoe_compile.runtime.process_group import PipelineGroups
 from disagmoe_compile.runtime.retrace import drop_parameter_guards
@@ -36,6 +37,7 @@ class BoundModel:
     transport: ProcessGroupTransport
 
 
+OPTIMIZER_GUARD = OptimizerGuard()  # one per process: optimizers know parameters, not models
 _MODELS: weakref.WeakKeyDictionary[nn.Module, BoundModel] = weakref.WeakKeyDictionary()
 
 
@@ -53,7 +55,9 @@ def bound_model(captured: CapturedGraph, partition: PartitionResult, options: Op
     sizes = captured.sizes(captured.example_inputs)
     known = _MODELS.get(root)
     if known is None:
-        topology = Topology(**json.loads(from_rank_zero(lambda: _topology_text(partition, sizes, options), world)))
+        topology = Topology(
+            **json.loads(from_rank_zero(lambda: _topology_text(partition, sizes, options), world))
+        )
     else:
         topology = known.topology
     plan = make_plan(partition.programs, fqns, sizes, topology, options, partition.fingerprint)
@@ -62,11 +66,15 @@ def bound_model(captured: CapturedGraph, partition: PartitionResult, options: Op
         groups = PipelineGroups.create(topology, options.timeout_s)
         binding = bind(parameters, where, dist.get_rank(), groups.world)
         install(root, binding, topology, groups)
+        OPTIMIZER_GUARD.watch(binding)
         transport = ProcessGroupTransport(topology, groups.lanes, groups.replicas, options.timeout_s)
         known = _MODELS[root] = BoundModel(topology, groups, binding, transport)
     else:
         known.binding.extend(parameters, where)
-    resharded = [position for position, fqn in fqns.items() if fqn in known.binding and known.binding[fqn].is_resharded]
+        OPTIMIZER_GUARD.watch(known.binding)
+    resharded = [
+        position for position, fqn in fqns.items() if fqn in known.binding and known.binding[fqn].is_resharded
+    ]
     drop_parameter_guards([captured.sources[position] for position in resharded])
     return known
 

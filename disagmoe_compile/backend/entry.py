@@ -14,14 +14,13 @@ import torch.distributed as dist
 from torch import fx
 from torch._dynamo.exc import ShortenTraceback
 
-from disagmoe_compile.backend.bound_model import bound_model
+from disagmoe_compile.backend.bound_model import OPTIMIZER_GUARD, bound_model
 from disagmoe_compile.backend.graph_session import make_session
 from disagmoe_compile.capture import capture, check_graph_break
 from disagmoe_compile.config import Options
 from disagmoe_compile.errors import DisagMoEError, InputError, UnsupportedModelError
 from disagmoe_compile.inspect.dump import GraphDumper
 from disagmoe_compile.passes.pipeline import PartitionResult, partition_model
-from disagmoe_compile.runtime.optimizer_hooks import expect_bind
 from disagmoe_compile.runtime.process_group import Launch, ensure_process_group
 from disagmoe_compile.runtime.retrace import require_global_shapes
 
@@ -99,5 +98,6 @@ class _Passing(ShortenTraceback):
     first_useful_frame = None
 
 
-if Launch.from_environment() is not None:
-    expect_bind()
+_launch = Launch.from_environment()
+if _launch is not None:  # this module is loaded when torch.compile(backend="disagmoe") looks the backend up
+    OPTIMIZER_GUARD.expect_first_call(_launch.world_size)

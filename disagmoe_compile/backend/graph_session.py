@@ -24,6 +24,7 @@ from disagmoe_compile.plan.topology import Role
 from disagmoe_compile.runtime.attention_worker import AttentionWorker
 from disagmoe_compile.runtime.executor import Executor
 from disagmoe_compile.runtime.expert_worker import ExpertWorker
+from disagmoe_compile.runtime.failure import default_store
 from disagmoe_compile.runtime.session import Loss, Output, Prepared, Session
 from disagmoe_compile.runtime.worker import Worker
 
@@ -51,7 +52,9 @@ def make_session(
         loss=None if programs.loss is None else make_loss(programs.loss),
         outputs=[Output(o.index, o.dtype, o.stage, o.constant) for o in programs.outputs],
         parameters=parameter_fqns(captured),
-        inputs=[i for i, one in enumerate(captured.inputs) if one.kind in (InputKind.INPUT, InputKind.SYMBOL)],
+        inputs=[
+            i for i, one in enumerate(captured.inputs) if one.kind in (InputKind.INPUT, InputKind.SYMBOL)
+        ],
         uses_rng=any(program.uses_rng for program in programs.attention),
         trains=trains,
         gather_outputs=options.gather_outputs,
@@ -89,7 +92,11 @@ class _Preparer:
         options: Options,
         trains: bool,
     ) -> None:
-        self._fqns, self._inputs, self._fingerprint = parameter_fqns(captured), captured.inputs, partition.fingerprint
+        self._fqns, self._inputs, self._fingerprint = (
+            parameter_fqns(captured),
+            captured.inputs,
+            partition.fingerprint,
+        )
         self._model, self._options, self._trains = model, options, trains
         programs = partition.programs
         if trains and not options.gather_outputs:
@@ -131,11 +138,13 @@ class _Preparer:
         assert schedule is not None
         return Prepared(
             plan=plan,
-            executor=Executor(plan, worker),
+            executor=Executor(plan, worker, default_store()),
             actions=schedule.of(worker.group),
             output_shapes={o.index: bind(o.shape, sizes) for o in self._outputs if o.stage is not None},
         )
 
     def _plan(self, sizes: Sizes) -> Plan:
-        plan = make_plan(self._programs, self._fqns, sizes, self._model.topology, self._options, self._fingerprint)
+        plan = make_plan(
+            self._programs, self._fqns, sizes, self._model.topology, self._options, self._fingerprint
+        )
         return load_plan_for(self._options.plan, plan) if self._options.plan else plan

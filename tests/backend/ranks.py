@@ -1,0 +1,138 @@
+"""What each rank of a multi-process test runs: an ordinary training loop, and a look at what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from disagmoe_compile.models.hf import build
+
+LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A world and what it trains. `options` go to torch.compile."""
+
+    family: str = "qwen3_moe"
+    attention: int = 2
+    ffn: int = 2
+    groups: int = 1
+    n_microbatches: int = 2
+    schedule: str = "af_pipe"
+    compiler: str = "eager"
+    steps: int = 3
+    batch_size: int = 8
+    seq_length: int = 16
+    options: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        return self.groups * (self.attention + self.ffn)
+
+    @property
+    def compile_options(self) -> dict[str, Any]:
+        return {
+            "attention_group_size": self.attention,
+            "ffn_group_size": self.ffn,
+            "pipeline_groups": self.groups,
+            "n_microbatches": self.n_microbatches,
+            "schedule": self.schedule,
+            "stage_compiler": self.compiler,
+            "timeout_s": 60,
+            **self.options,
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"{self.family}-M{self.attention}N{self.ffn}p{self.groups}-mb{self.n_microbatches}-{self.schedule}-{self.compiler}"
+        )
+
+
+@dataclass
+class RankResult:
+    """What one rank saw. Gradients are those of the last step, before the optimizer's."""
+
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+    ranges: dict[str, tuple[int, int] | None]
+    optimizer_bytes: int
+    gradient_bytes: int
+    parameter_bytes: int
+    sent_bytes: dict[str, int]
+    events: list[Any]
+    plan: Any
+
+
+def batch(case: Case, step: int) -> dict[str, torch.Tensor]:
+    """Labels of -100 are spread unevenly over samples."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    ids = torch.randint(3, 250, (case.batch_size, case.seq_length), generator=generator)
+    labels = ids.clone()
+    for sample in range(case.batch_size):
+        labels[sample, : int(torch.randint(0, case.seq_length - 2, (), generator=generator))] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def make_model(case: Case) -> torch.nn.Module:
+    return build(case.family, seed=0, **case.model)[0]
+
+
+def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
+    # a large eps keeps AdamW from turning gradients near zero, whose sign is rounding, into full steps
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=1e-3)
+
+
+def train(case: Case) -> RankResult:
+    """The loop a user writes, optimizer built before the first call."""
+    torch.manual_seed(0)
+    model = make_model(case)
+    optimizer = optimizer_of(model)
+    compiled = torch.compile(model, backend="disagmoe", options=case.compile_options)
+    losses, gradients = [], {}
+    for step in range(case.steps):
+        loss = compiled(**batch(case, step)).loss
+        loss.backward()
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return _result(model, optimizer, losses, gradients)
+
+
+def _result(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, losses: list[float], gradients: dict[str, torch.Tensor]
+) -> RankResult:
+    from disagmoe_compile.runtime.binding import holder_of
+    from disagmoe_compile.runtime.session import active_sessions
+
+    session = active_sessions()[-1]
+    ranges: dict[str, tuple[int, int] | None] = {}
+    for name, parameter in model.named_parameters():
+        holder = holder_of(parameter)
+        assert holder is not None, name
+        if holder.bound.is_owned:
+            ranges[name] = holder.bound.placement.ranges[session.rank]
+    state = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    return RankResult(
+        losses=losses,
+        gradients=gradients,
+        parameters={n: p.detach().clone() for n, p in model.named_parameters() if n in ranges},
+        ranges=ranges,
+        optimizer_bytes=sum(v.untyped_storage().nbytes() for v in state),
+        gradient_bytes=sum(g.untyped_storage().nbytes() for g in gradients.values()),
+        parameter_bytes=sum(p.untyped_storage().nbytes() for p in model.parameters()),
+        sent_bytes=dict(session.sent_bytes),
+        events=session.events,
+        plan=session.plan,
+    )
+
+
+def train_twice(case: Case) -> tuple[RankResult, RankResult]:
+    return train(case), train(case)
+
