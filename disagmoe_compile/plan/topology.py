@@ -116,7 +116,8 @@ class Topology:
         small, extra = divmod(num_experts, self.ffn_group_size)
         if small == 0:
             raise ValueError(
-                f"{self.ffn_group_size} FFN ranks cannot share {num_experts} experts: ffn_group_size must be at most {num_experts}"
+                f"{self.ffn_group_size} FFN ranks cannot share {num_experts} experts: "
+                f"ffn_group_size must be at most {num_experts}"
             )
         start = index_in_group * small + min(index_in_group, extra)
         return range(start, start + small + (index_in_group < extra))

@@ -17,8 +17,8 @@
     deadlock       host order with rendezvous reaches the end
     race           what one stream makes and another uses is ordered by queues and WAITs
 
-Memory, deadlocks and races are judged only on schedules whose actions are all there and in place (placement, completeness, matching). For
-S actions, X of them WAITs, and G groups the cost is O(S + X * G).
+Memory, deadlocks and races are judged only on schedules whose actions are all there and in place (placement, completeness,
+matching). For S actions, X of them WAITs, and G groups the cost is O(S + X * G).
 """
 
 from __future__ import annotations

@@ -173,10 +173,13 @@ class Machine:
         if not is_forward:
             self.need(self.has((ActionKind.FORWARD,), stage, i), action, "no forward yet")
         neighbour = stage - 2 if is_forward else stage + 2
-        if stage % 2 == 0 and 0 <= neighbour < self.topology.n_stages:
-            if self.topology.group_of_stage(neighbour) == self.topology.group_of_stage(stage):
-                kinds = (ActionKind.FORWARD,) if is_forward else BACKWARD
-                self.need(self.has(kinds, neighbour, i), action, f"stage {neighbour} has handed on nothing")
+        if stage % 2 == 0 and self.are_local(stage, neighbour):
+            kinds = (ActionKind.FORWARD,) if is_forward else BACKWARD
+            self.need(self.has(kinds, neighbour, i), action, f"stage {neighbour} has handed on nothing")
+
+    def are_local(self, stage: int, other: int) -> bool:
+        group_of = self.topology.group_of_stage
+        return 0 <= other < self.topology.n_stages and group_of(stage) == group_of(other)
 
     def has(self, kinds: tuple[ActionKind, ...], stage: int, i: int) -> bool:
         return any((kind, stage, i) in self.computed for kind in kinds)
