@@ -1,8 +1,10 @@
-"""What Dynamo hands to the backend, made usable: a graph with a symbolic batch whose placeholders say what they are.
+"""What Dynamo hands to the backend, made usable: a graph with a symbolic batch whose placeholders say what
+they are.
 
-Dynamo bakes the sizes of the first batch into the graph (`view(x, (8, 16, -1, 16))`); micro-batches could not run
-it. So the first call marks dimension 0 of the batch inputs as dynamic and restarts the trace; the second trace is a
-template for every batch size. A batch of one sample stays as it is: there is nothing to split.
+Dynamo bakes the sizes of the first batch into the graph (`view(x, (8, 16, -1, 16))`); micro-batches could
+not run it. So the first call marks dimension 0 of the batch inputs as dynamic and restarts the trace; the
+second trace is a template for every batch size. A batch of one sample stays as it is: there is nothing to
+split.
 
 Call these functions inside the backend, while Dynamo's tracing context is alive.
 """
@@ -42,7 +44,8 @@ _MODULE_STEP = re.compile(r"\._(modules|parameters|buffers)\['([^']*)'\]")
 def capture(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> CapturedGraph:
     """Describes Dynamo's graph. Restarts the trace once, to make the batch symbolic.
 
-    Raises CaptureError where the model fixes its batch size, or where batch and sequence length cannot be told apart.
+    Raises CaptureError where the model fixes its batch size, or where batch and sequence length cannot be
+    told apart.
     """
     nodes = placeholders(graph_module.graph)
     sources = tuple(_source_name(node) for node in nodes)
@@ -72,7 +75,8 @@ def capture(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Capt
 
 
 def root_module() -> nn.Module:
-    """The user's module that Dynamo is tracing. Raises CaptureError outside a trace, or for a function without a module."""
+    """The user's module that Dynamo is tracing. Raises CaptureError outside a trace, or for a function
+    without a module."""
     frame = _root_frame()
     if frame is not None:
         for scope in frame:
@@ -83,13 +87,15 @@ def root_module() -> nn.Module:
         if len(modules) == 1:
             return modules[0]
     raise CaptureError(
-        "torch.compile(backend='disagmoe') was given a function, not a module, so there is no model whose parameters could be "
+        "torch.compile(backend='disagmoe') was given a function, not a module, so there is no model whose "
+        "parameters could be "
         "placed; compile the module itself: model = torch.compile(model, backend='disagmoe')"
     )
 
 
 def module_of_source(source: str) -> nn.Module | None:
-    """The module that owns the state named by a placeholder's source, e.g. `L['self']` of `L['self']._parameters['w']`."""
+    """The module that owns the state named by a placeholder's source, e.g. `L['self']` of
+    `L['self']._parameters['w']`."""
     frame = _root_frame()
     prefix = re.split(r"\._(?:modules|parameters|buffers)\[", source)[0]
     if frame is None:
@@ -132,8 +138,8 @@ def _kind(node: fx.Node, source: str, example: Any) -> InputKind:
 def _batch_inputs(kinds: Sequence[InputKind], example_inputs: Sequence[Any]) -> tuple[int, ...]:
     """Positions of the inputs whose dimension 0 is the batch.
 
-    The batch size is the commonest first dimension of the inputs of two dimensions or more (of all inputs, if there are none); the
-    first in argument order wins a tie.
+    The batch size is the commonest first dimension of the inputs of two dimensions or more (of all inputs,
+    if there are none); the first in argument order wins a tie.
     """
     tensors = {
         i: tuple(x.shape)
@@ -177,15 +183,18 @@ def _batch_symbol(
     if not isinstance(size, sympy.Symbol):
         where = _where_specialised(first)
         raise CaptureError(
-            f"the model fixes its batch size to {size} (`{sources[batch[0]]}`), so it cannot be split into micro-batches{where}; "
+            f"the model fixes its batch size to {size} (`{sources[batch[0]]}`), so it cannot be split into "
+            f"micro-batches{where}; "
             "take sizes from tensors (`x.shape[0]`) instead of comparing or converting them to numbers"
         )
     for index, (node, kind) in enumerate(zip(nodes, kinds)):
         value = node.meta["example_value"]
         if kind is InputKind.INPUT and any(size == expression(d) for d in value.shape[1:]):
             raise CaptureError(
-                f"batch size and another dimension of `{sources[index]}` are equal in this call, and both vary between calls, so Dynamo "
-                "took them for one. Make the first batch of a new shape differ (batch size unequal to sequence length), or set "
+                f"batch size and another dimension of `{sources[index]}` are equal in this call, and both "
+                "vary between calls, so Dynamo "
+                "took them for one. Make the first batch of a new shape differ (batch size unequal to "
+                "sequence length), or set "
                 "torch.fx.experimental._config.use_duck_shape = False"
             )
     return size
@@ -206,7 +215,8 @@ def _qualified_names(graph_module: fx.GraphModule) -> Mapping[str, str]:
 
 
 def qualified_name(source: str) -> str:
-    """`model.layers.0.weight` of `L['self']._modules['model']._modules['layers']._modules['0']._parameters['weight']`."""
+    """`model.layers.0.weight` of
+    `L['self']._modules['model']._modules['layers']._modules['0']._parameters['weight']`."""
     steps = [name for _, name in _MODULE_STEP.findall(source)]
     if steps:
         return ".".join(steps)
@@ -252,18 +262,21 @@ def check_graph_break(graph_module: fx.GraphModule) -> None:
     where = f"{frame.filename}:{frame.lineno}" if frame is not None else "an unknown line"
     text = str(reason.reason).strip()
     raise CaptureError(
-        f"torch.compile broke the model's graph at {where}: {text.splitlines()[0] if text else 'no reason given'}. "
-        + _advice(graph_module, text, where)
+        f"torch.compile broke the model's graph at {where}: "
+        f"{text.splitlines()[0] if text else 'no reason given'}. " + _advice(graph_module, text, where)
     )
 
 
 def _advice(graph_module: fx.GraphModule, reason: str, where: str) -> str:
     if _loops_over_hit_experts(reason, where):
         return (
-            "This experts implementation loops over the experts that were hit, which cannot be traced; choose one that can: "
-            'model.set_experts_implementation("grouped_mm")'
+            "This experts implementation loops over the experts that were hit, which cannot be traced; "
+            'choose one that can: model.set_experts_implementation("grouped_mm")'
         )
-    return "A model on several ranks must be one graph; move that line out of the compiled module, or see torch.compile(fullgraph=True)"
+    return (
+        "A model on several ranks must be one graph; move that line out of the compiled module "
+        "(torch.compile(fullgraph=True) lists every break)"
+    )
 
 
 def _loops_over_hit_experts(reason: str, where: str) -> bool:

@@ -1,9 +1,9 @@
 """Which nodes may share a storage, and which nodes write to one.
 
-Dynamo's graph is not functional: `out[idx] = v` leaves a node without users whose effect every later reader of `out`, or of any
-view of it, depends on. Following data edges alone loses such writes silently. Here a node's *root* is the node that created its
-storage, followed through everything that may return a view, and *effect edges* lead from a reader to the earlier writers of the
-storages it reads.
+Dynamo's graph is not functional: `out[idx] = v` leaves a node without users whose effect every later reader
+of `out`, or of any view of it, depends on. Following data edges alone loses such writes silently. Here a
+node's *root* is the node that created its storage, followed through everything that may return a view, and
+*effect edges* lead from a reader to the earlier writers of the storages it reads.
 """
 
 from __future__ import annotations
@@ -27,74 +27,21 @@ AUGMENTED = {
     operator.ior: operator.or_,
     operator.ixor: operator.xor,
 }
-# Calls that may return (a view of) their first argument. `to`, `contiguous` and the like do so when there is nothing to change.
-_MAY_ALIAS = frozenset(
-    [
-        "view",
-        "reshape",
-        "view_as",
-        "reshape_as",
-        "transpose",
-        "permute",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "expand_as",
-        "broadcast_to",
-        "t",
-        "adjoint",
-        "swapaxes",
-        "swapdims",
-        "movedim",
-        "moveaxis",
-        "flatten",
-        "unflatten",
-        "ravel",
-        "narrow",
-        "select",
-        "diagonal",
-        "as_strided",
-        "unfold",
-        "detach",
-        "real",
-        "imag",
-        "contiguous",
-        "to",
-        "type",
-        "type_as",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "int",
-        "long",
-        "bool",
-        "cpu",
-        "cuda",
-        "chunk",
-        "split",
-        "split_with_sizes",
-        "tensor_split",
-        "unbind",
-        "hsplit",
-        "vsplit",
-        "dsplit",
-        "getattr",
-        "dropout",
-        "alias",
-        "requires_grad_",
-        "positive",
-        "conj",
-        "resolve_conj",
-        "nan_to_num_",
-        "atleast_1d",
-        "atleast_2d",
-        "atleast_3d",
-    ]
-)
-_MULTI_VIEW = frozenset(
-    ["chunk", "split", "split_with_sizes", "tensor_split", "unbind", "hsplit", "vsplit", "dsplit"]
-)
+# Calls that may return (a view of) their first argument. `to`, `contiguous` and the like do so when there
+# is nothing to change.
+_MAY_ALIAS = frozenset({
+    "view", "reshape", "view_as", "reshape_as", "transpose", "permute", "unsqueeze", "squeeze",
+    "expand", "expand_as", "broadcast_to", "t", "adjoint", "swapaxes", "swapdims", "movedim",
+    "moveaxis", "flatten", "unflatten", "ravel", "narrow", "select", "diagonal", "as_strided", "unfold",
+    "detach", "real", "imag", "contiguous", "to", "type", "type_as", "float", "double", "half",
+    "bfloat16", "int", "long", "bool", "cpu", "cuda", "chunk", "split", "split_with_sizes",
+    "tensor_split", "unbind", "hsplit", "vsplit", "dsplit", "getattr", "dropout", "alias",
+    "requires_grad_", "positive", "conj", "resolve_conj", "nan_to_num_", "atleast_1d", "atleast_2d",
+    "atleast_3d",
+})  # fmt: skip
+_MULTI_VIEW = frozenset({
+    "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "hsplit", "vsplit", "dsplit",
+})  # fmt: skip
 
 
 def written(node: fx.Node) -> fx.Node | None:
@@ -148,7 +95,8 @@ def storage_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def effect_edges(graph: fx.Graph, roots: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, frozenset[fx.Node]]:
-    """node -> earlier nodes that wrote to a storage it may read (writers order among themselves the same way)."""
+    """node -> earlier nodes that wrote to a storage it may read (writers order among themselves the same
+    way)."""
     writers: dict[fx.Node, frozenset[fx.Node]] = {}
     edges: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:

@@ -1,7 +1,8 @@
 """Says on which stream each node of the top-level graph runs, and which event of another stream it waits for.
 
-Compute is on `forward`, m2n_send on `comm_send`, m2n_recv on `comm_recv`. Each stream is an ordered queue; `meta["waits_for"]` names
-the nodes of other streams whose completion the node needs: deleting one of them would be a race.
+Compute is on `forward`, m2n_send on `comm_send`, m2n_recv on `comm_recv`. Each stream is an ordered queue;
+`meta["waits_for"]` names the nodes of other streams whose completion the node needs: deleting one of them
+would be a race.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What a pass is: one transformation (or analysis) of a graph, options bound at construction, and a report of what it did.
+"""What a pass is: one transformation (or analysis) of a graph, options bound at construction, and a report
+of what it did.
 
-A pass changes the graph module it is given in place. The manager knows no pass by name: it checks the contract (see
-`contract.py`), runs, verifies, and shows the graph to observers.
+A pass changes the graph module it is given in place. The manager knows no pass by name: it checks the
+contract (see `contract.py`), runs, verifies, and shows the graph to observers.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from disagmoe_compile.passes.contract import Capability
 
 @dataclass(frozen=True, slots=True)
 class PassReport:
-    """`matched`: places the pass looked for and found. `inserted`: nodes or modules it added. `skipped`: places it left as they
-    were, each with the reason. `notes`: what it found, for people."""
+    """`matched`: places the pass looked for and found. `inserted`: nodes or modules it added. `skipped`:
+    places it left as they were, each with the reason. `notes`: what it found, for people."""
 
     matched: int = 0
     inserted: int = 0
@@ -31,7 +32,8 @@ class PassReport:
 
 
 class GraphPass(Protocol):
-    """`requires` must have been provided by earlier passes; `provides` is verified on the graph afterwards."""
+    """`requires` must have been provided by earlier passes; `provides` is verified on the graph
+    afterwards."""
 
     @property
     def name(self) -> str: ...

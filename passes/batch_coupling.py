@@ -1,7 +1,9 @@
-"""Names operations that mix tokens of different samples, so that a micro-batch computes something else than the whole batch.
+"""Names operations that mix tokens of different samples, so that a micro-batch computes something else than
+the whole batch.
 
-Router auxiliary losses (means over all tokens), capacity counts, expert-choice routing and batch normalisation do; a language model's
-own layers do not. The sums of the loss are not meant: they are shared out exactly.
+Router auxiliary losses (means over all tokens), capacity counts, expert-choice routing and batch
+normalisation do; a language model's own layers do not. The sums of the loss are not meant: they are shared
+out exactly.
 """
 
 from __future__ import annotations
@@ -12,35 +14,11 @@ from torch import fx
 from disagmoe_compile.passes.metadata import argument, describe, free_symbols, is_call, is_tensor, shape
 from disagmoe_compile.passes.program import AttentionProgram, Dim, ModelPrograms
 
-_REDUCTIONS = frozenset(
-    [
-        "sum",
-        "mean",
-        "var",
-        "std",
-        "max",
-        "min",
-        "amax",
-        "amin",
-        "argmax",
-        "argmin",
-        "prod",
-        "logsumexp",
-        "norm",
-        "softmax",
-        "log_softmax",
-        "cumsum",
-        "cumprod",
-        "topk",
-        "sort",
-        "argsort",
-        "any",
-        "all",
-        "median",
-        "histc",
-        "bincount",
-    ]
-)
+_REDUCTIONS = frozenset({
+    "sum", "mean", "var", "std", "max", "min", "amax", "amin", "argmax", "argmin", "prod", "logsumexp",
+    "norm", "softmax", "log_softmax", "cumsum", "cumprod", "topk", "sort", "argsort", "any", "all",
+    "median", "histc", "bincount",
+})  # fmt: skip
 _DEFAULT_LAST = frozenset({"topk", "sort", "argsort"})
 
 

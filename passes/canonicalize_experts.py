@@ -1,4 +1,5 @@
-"""Replaces each found region by one `experts` call over routed pairs (see `experts_op.py`); the graph still computes the same.
+"""Replaces each found region by one `experts` call over routed pairs (see `experts_op.py`); the graph still
+computes the same.
 
 The region's own nodes (sort, histogram, grouped matmuls, inverse permutation) lose their last reader and go.
 """

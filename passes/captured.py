@@ -15,7 +15,8 @@ from disagmoe_compile.passes.program import Dim, StageInput
 
 @dataclass(frozen=True, slots=True)
 class AutocastState:
-    """Autocast as it was around the call; it leaves no nodes in the graph but changes what its operations compute."""
+    """Autocast as it was around the call; it leaves no nodes in the graph but changes what its operations
+    compute."""
 
     device_type: str
     enabled: bool
@@ -38,7 +39,8 @@ class CapturedGraph:
     training: bool
 
     def sizes(self, args: Sequence[Any]) -> dict[sympy.Symbol, int]:
-        """Value of every symbol, from the flat arguments of one call (sizes and tensors as the graph takes them)."""
+        """Value of every symbol, from the flat arguments of one call (sizes and tensors as the graph takes
+        them)."""
         if len(args) != len(self.inputs):
             raise ValueError(f"the graph takes {len(self.inputs)} arguments, got {len(args)}")
         return symbol_values(self.inputs, args)

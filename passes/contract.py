@@ -1,8 +1,9 @@
-"""What passes promise one another, checked before any graph is touched and verified on the graph after each pass.
+"""What passes promise one another, checked before any graph is touched and verified on the graph after each
+pass.
 
-A capability is a property of the graph with a check that finds the first node breaking it. A pass lists what it requires and
-what it provides; a wrong order of passes is therefore an error of construction, and a pass that does not keep its word is
-caught at once, by name.
+A capability is a property of the graph with a check that finds the first node breaking it. A pass lists what
+it requires and what it provides; a wrong order of passes is therefore an error of construction, and a pass
+that does not keep its word is caught at once, by name.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Capability(StrEnum):
 
 
 class ContractError(DisagMoEError):
-    """A pass in the wrong place, or one that did not do what it provides: a defect of this project, not of the model."""
+    """A pass in the wrong place, or one that did not do what it provides: a defect of this project, not of
+    the model."""
 
 
 def check_order(passes: Iterable[GraphPass], given: frozenset[Capability]) -> None:
@@ -45,7 +47,8 @@ def check_order(passes: Iterable[GraphPass], given: frozenset[Capability]) -> No
         missing = sorted(graph_pass.requires - have)
         if missing:
             raise ContractError(
-                f"pass {index} ({graph_pass.name}) requires {', '.join(missing)}, which no earlier pass provides; "
+                f"pass {index} ({graph_pass.name}) requires {', '.join(missing)}, which no earlier pass "
+                "provides; "
                 "reorder the passes"
             )
         have |= graph_pass.provides

@@ -1,8 +1,8 @@
 """De-inplace: `x.add_(y)` and `x += y` become values where nobody can tell the difference.
 
-An in-place accumulator leaves no data edge from its writer to its readers, so a split along data edges drops gradients without a
-word. Rewriting is legal where no other name of the storage is read afterwards; the rest (slices written into a fresh buffer, for
-one) stays and is followed by effect edges (`aliasing.py`).
+An in-place accumulator leaves no data edge from its writer to its readers, so a split along data edges drops
+gradients without a word. Rewriting is legal where no other name of the storage is read afterwards; the rest
+(slices written into a fresh buffer, for one) stays and is followed by effect edges (`aliasing.py`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from disagmoe_compile.passes.base import PassReport
 from disagmoe_compile.passes.contract import Capability
 from disagmoe_compile.passes.metadata import describe, target_name, value
 
-_RANDOM = frozenset(
-    ["normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_", "log_normal_", "cauchy_"]
-)
+_RANDOM = frozenset({
+    "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_", "log_normal_",
+    "cauchy_",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

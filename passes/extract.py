@@ -1,8 +1,10 @@
-"""Cuts the part of a graph that computes given outputs into a module of its own, on demand from the outputs backwards.
+"""Cuts the part of a graph that computes given outputs into a module of its own, on demand from the outputs
+backwards.
 
-`split_module` would need a place for every node and loses writers that nobody reads. Here a node comes along because an output
-depends on it, through data or through an effect on a storage (`aliasing.py`). Names are canonical (`a0`, `a1`, ... inputs, `v0`, ...
-values), so equal layers have equal code, and the code is the hash.
+`split_module` would need a place for every node and loses writers that nobody reads. Here a node comes along
+because an output depends on it, through data or through an effect on a storage (`aliasing.py`). Names are
+canonical (`a0`, `a1`, ... inputs, `v0`, ... values), so equal layers have equal code, and the code is the
+hash.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ Stop = Callable[[fx.Node], bool]
 
 @dataclass(frozen=True, slots=True)
 class Extracted:
-    """`module(*inputs)` returns a tuple, one value per requested output. `inputs`: nodes of the source graph, in order."""
+    """`module(*inputs)` returns a tuple, one value per requested output. `inputs`: nodes of the source
+    graph, in order."""
 
     module: fx.GraphModule
     inputs: tuple[fx.Node, ...]
@@ -37,7 +40,8 @@ class Cutter:
     def extract(
         self, outputs: Sequence[fx.Node], stop: Stop, name: str, order: Callable[[fx.Node], int] | None = None
     ) -> Extracted:
-        """`stop(node)`: the node is an input of the part (placeholders always are). `order` sorts inputs by class first.
+        """`stop(node)`: the node is an input of the part (placeholders always are). `order` sorts inputs by
+        class first.
 
         Outputs are contiguous and share no storage with an input or another output.
         """

@@ -1,7 +1,7 @@
 """Finds the MoE regions (analysis only) and says why a routed part of the model is not one.
 
-Styles are tried in order; a region that two styles claim belongs to the first. A top-k that no region uses is reported with what
-reads it, so that a style to come knows where to start.
+Styles are tried in order; a region that two styles claim belongs to the first. A top-k that no region uses
+is reported with what reads it, so that a style to come knows where to start.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class FindRegions:
         graph_module.meta["disagmoe_regions"] = regions
         stopped += unused_top_ks(graph, regions)
         notes = tuple(
-            f"region {b}: style {r.style}, {r.num_experts} experts, top-{r.top_k}, leaves at {describe(r.exit)}"
+            f"region {b}: style {r.style}, {r.num_experts} experts, top-{r.top_k}, leaves at "
+            f"{describe(r.exit)}"
             for b, r in enumerate(regions)
         )
         return PassReport(matched=len(regions), skipped=tuple(stopped), notes=notes)

@@ -1,4 +1,5 @@
-"""Inlines activation-checkpoint operators: `tag_activation_checkpoint(body, *operands)` hides whole layers from the other passes.
+"""Inlines activation-checkpoint operators: `tag_activation_checkpoint(body, *operands)` hides whole layers
+from the other passes.
 
 The wish to recompute is kept on the inlined nodes as `meta["recompute"]`, for the stage policy to honour.
 """

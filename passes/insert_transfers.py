@@ -1,7 +1,7 @@
 """Puts m2n_send and m2n_recv around every experts module: dispatch.b on the way in, combine.b on the way out.
 
-What attention hands on to the next attention part (residuals) crosses ranks only under several attention groups, which the graph
-does not know; the lowered schedule adds those transfers.
+What attention hands on to the next attention part (residuals) crosses ranks only under several attention
+groups, which the graph does not know; the lowered schedule adds those transfers.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Gives every node its place: which stage it belongs to, or that each reader recomputes it.
 
-Stage of a node: the experts of boundary b, or the attention part before boundary b, where b is the number of boundaries it
-transitively reads. Everything runs as early as it can, so shared experts land beside the attention they follow.
+Stage of a node: the experts of boundary b, or the attention part before boundary b, where b is the number of
+boundaries it transitively reads. Everything runs as early as it can, so shared experts land beside the
+attention they follow.
 
-Recomputed by each reader, never sent: what depends on the model's inputs alone (masks, positions, cos and sin, shifted labels), and
-what depends on parameters and buffers alone. Random numbers are never recomputed.
+Recomputed by each reader, never sent: what depends on the model's inputs alone (masks, positions, cos and
+sin, shifted labels), and what depends on parameters and buffers alone. Random numbers are never recomputed.
 
-A storage that is written in place is one thing with all its views and writers: unless all of it can be recomputed, it is created no
-earlier than its last write.
+A storage that is written in place is one thing with all its views and writers: unless all of it can be
+recomputed, it is created no earlier than its last write.
 """
 
 from __future__ import annotations
@@ -33,39 +34,18 @@ from disagmoe_compile.passes.metadata import (
 from disagmoe_compile.passes.program import InputKind
 from disagmoe_compile.plan.topology import Role
 
-_RANDOM = frozenset(
-    [
-        "rand",
-        "randn",
-        "randint",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "randperm",
-        "bernoulli",
-        "multinomial",
-        "normal",
-        "poisson",
-        "rrelu",
-        "bernoulli_",
-        "normal_",
-        "uniform_",
-        "exponential_",
-        "random_",
-        "geometric_",
-        "log_normal_",
-        "cauchy_",
-        "feature_dropout",
-        "alpha_dropout",
-        "native_dropout",
-        "gumbel_softmax",
-    ]
-)
+_RANDOM = frozenset({
+    "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "bernoulli",
+    "multinomial", "normal", "poisson", "rrelu", "bernoulli_", "normal_", "uniform_", "exponential_",
+    "random_", "geometric_", "log_normal_", "cauchy_", "feature_dropout", "alpha_dropout",
+    "native_dropout", "gumbel_softmax",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`boundary` b: attention part before boundary b, or experts of boundary b. `recomputed`: each reader computes it itself."""
+    """`boundary` b: attention part before boundary b, or experts of boundary b. `recomputed`: each reader
+    computes it itself."""
 
     role: Role
     boundary: int
@@ -117,8 +97,10 @@ def _reject_written_inputs(graph: fx.Graph, roots: Mapping[fx.Node, fx.Node]) ->
             source = source_of(roots[target])
             kind, name = (source.kind, source.name) if source else ("input", roots[target].name)
             raise UnsupportedModelError(
-                f"the model writes to its {kind} `{name}` at {describe(node)}; several micro-batches would each write to it, so this "
-                "cannot be split. Compute a new tensor instead, or keep the statistics outside the compiled model"
+                f"the model writes to its {kind} `{name}` at {describe(node)}; several micro-batches would "
+                "each write to it, so this "
+                "cannot be split. Compute a new tensor instead, or keep the statistics outside the compiled "
+                "model"
             )
 
 
@@ -135,7 +117,8 @@ def _written_storages(graph: fx.Graph, roots: Mapping[fx.Node, fx.Node]) -> dict
 def _dependencies(
     graph: fx.Graph, edges: Mapping[fx.Node, frozenset[fx.Node]], together: Mapping[fx.Node, list[fx.Node]]
 ) -> dict[fx.Node, frozenset[str]]:
-    """node -> which of {"parameter", "input"} it depends on. Buffers count as neither; random numbers as both."""
+    """node -> which of {"parameter", "input"} it depends on. Buffers count as neither; random numbers as
+    both."""
     found: dict[fx.Node, frozenset[str]] = {}
     both = frozenset({"parameter", "input"})
     while True:
@@ -166,7 +149,8 @@ def _levels(
     together: Mapping[fx.Node, list[fx.Node]],
     inputs: Mapping[fx.Node, frozenset[str]],
 ) -> dict[fx.Node, int]:
-    """node -> number of boundaries it reads, with written storages created no earlier than their last write."""
+    """node -> number of boundaries it reads, with written storages created no earlier than their last
+    write."""
     levels: dict[fx.Node, int] = {}
     floors = dict.fromkeys(together, 0)
     while True:
@@ -177,7 +161,8 @@ def _levels(
                 boundary = node.meta[EXPERTS].boundary
                 if level > boundary:
                     raise UnsupportedModelError(
-                        f"what boundary {boundary} sends to its experts is written in place after them, near {describe(node)}; "
+                        f"what boundary {boundary} sends to its experts is written in place after them, "
+                        f"near {describe(node)}; "
                         "replace the in-place operation by one that returns a new tensor"
                     )
                 level = boundary + 1

@@ -1,7 +1,7 @@
 """Takes the loss apart, so that micro-batches can share it out (see `loss_terms.py`).
 
-The head returns numerators in place of the loss; the denominators become a module of the whole batch's inputs; the top-level graph
-puts the loss together again, so it still returns what the model returned.
+The head returns numerators in place of the loss; the denominators become a module of the whole batch's
+inputs; the top-level graph puts the loss together again, so it still returns what the model returned.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class LossInfo:
 
 @dataclass(frozen=True, slots=True)
 class LinearizeLoss:
-    """`reduction`: "auto" reads the graph alone; "mean" or "sum" says how terms that no rule reads add up over samples."""
+    """`reduction`: "auto" reads the graph alone; "mean" or "sum" says how terms that no rule reads add up
+    over samples."""
 
     reduction: str = "auto"
     name: str = "linearize_loss"
@@ -63,9 +64,11 @@ class LinearizeLoss:
 
 
 def loss_index(graph_module: fx.GraphModule) -> int | None:
-    """Flat index of the loss: the 0-d float output that requires grad and that no other such output is made of.
+    """Flat index of the loss: the 0-d float output that requires grad and that no other such output is made
+    of.
 
-    Without gradients (eval) every computed 0-d float output is a candidate. Raises UnsupportedModelError if two remain.
+    Without gradients (eval) every computed 0-d float output is a candidate. Raises UnsupportedModelError if
+    two remain.
     """
     results = output_node(graph_module.graph).args[0]
     scalars = [
@@ -90,7 +93,8 @@ def loss_index(graph_module: fx.GraphModule) -> int | None:
         ]
     if len(candidates) > 1:
         raise UnsupportedModelError(
-            f"the model returns {len(candidates)} independent scalars (outputs {', '.join(map(str, candidates))}) and the pipeline can "
+            f"the model returns {len(candidates)} independent scalars (outputs "
+            f"{', '.join(map(str, candidates))}) and the pipeline can "
             "share out one loss; add them up inside the model"
         )
     return candidates[0] if candidates else None
@@ -102,7 +106,8 @@ def head_call(graph_module: fx.GraphModule) -> fx.Node:
 
 
 def _head_value(graph_module: fx.GraphModule, result: fx.Node) -> fx.Node | None:
-    """The node inside the head that computes a result, before it was made contiguous; None for other stages' results."""
+    """The node inside the head that computes a result, before it was made contiguous; None for other stages'
+    results."""
     call = head_call(graph_module)
     if result.target is not operator.getitem or result.args[0] is not call:
         return None
@@ -164,7 +169,8 @@ class _Rewriter:
             return LossReader(self.head.graph, computed.__contains__, batch, opaque).terms(self.loss)
         except NotLinear as reason:
             raise UnsupportedModelError(
-                f"the loss cannot be shared out over micro-batches, because of {reason}. If it is a mean or a sum over samples, pass "
+                f"the loss cannot be shared out over micro-batches, because of {reason}. If it is a mean or "
+                "a sum over samples, pass "
                 'options={"loss_reduction": "mean"} (or "sum")'
             ) from reason
 
@@ -209,7 +215,8 @@ class _Rewriter:
         return extracted.module, symbols.inputs
 
     def _rewrite_head(self, numerators: Sequence[fx.Node]) -> list[fx.Node]:
-        """The head returns its other outputs, then the numerators. Returns their nodes in the top-level graph."""
+        """The head returns its other outputs, then the numerators. Returns their nodes in the top-level
+        graph."""
         output = output_node(self.head.graph)
         position: int = self.result.args[1]
         kept = [node for p, node in enumerate(output.args[0]) if p != position]

@@ -2,9 +2,10 @@
 
     loss = sum over terms of  coefficient * numerator / denominator
 
-Numerators add up over micro-batches and ranks; denominators depend on the whole batch's inputs alone, so they are known before the
-first micro-batch runs and its backward already has the right scale. Cross entropy with reduction "mean" is the sum of the token
-losses over the number of labels that are not `ignore_index`; `mean()` of per-token values is their sum over their number.
+Numerators add up over micro-batches and ranks; denominators depend on the whole batch's inputs alone, so
+they are known before the first micro-batch runs and its backward already has the right scale. Cross entropy
+with reduction "mean" is the sum of the token losses over the number of labels that are not `ignore_index`;
+`mean()` of per-token values is their sum over their number.
 """
 
 from __future__ import annotations
@@ -75,9 +76,11 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class LossReader:
-    """`computed(node)`: the node depends on more than the model's inputs. `batch`: the batch symbol, None where there is one sample.
+    """`computed(node)`: the node depends on more than the model's inputs. `batch`: the batch symbol, None
+    where there is one sample.
 
-    `opaque`: how to take a term that no rule reads ("mean" or "sum" over samples), or None to raise NotLinear.
+    `opaque`: how to take a term that no rule reads ("mean" or "sum" over samples), or None to raise
+    NotLinear.
     """
 
     graph: fx.Graph
@@ -116,7 +119,8 @@ class LossReader:
         raise NotLinear(node, "no rule shares this operation out over micro-batches")
 
     def _per_sample(self, node: fx.Node) -> Term:
-        """A term taken on the user's word: each micro-batch's value counts by its samples ("mean") or as it is ("sum")."""
+        """A term taken on the user's word: each micro-batch's value counts by its samples ("mean") or as it
+        is ("sum")."""
         assert self.batch is not None, "with one sample there is nothing to share out"
         if self.opaque == "sum":
             return Term(node)
@@ -174,7 +178,8 @@ class LossReader:
         raise NotLinear(node, "its divisor is not known from the inputs alone")
 
     def _classification(self, node: fx.Node) -> Term:
-        """cross_entropy and nll_loss: (input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)."""
+        """cross_entropy and nll_loss: (input, target, weight, size_average, ignore_index, reduce, reduction,
+        label_smoothing)."""
         reduction = argument(node, 6, "reduction", "mean")
         target, weight = argument(node, 1, "target"), argument(node, 2, "weight")
         if argument(node, 3, "size_average") is not None or argument(node, 5, "reduce") is not None:
@@ -208,10 +213,10 @@ class LossReader:
         if len(node.args) > 2 or reduction not in ("mean", "sum"):
             raise NotLinear(node, "its reduction is not given by keyword as mean or sum")
         predicted, target = node.args[0], argument(node, 1, "target")
-        if shape(predicted) != shape(target):  # type: ignore[arg-type]
+        if not is_tensor(predicted) or not is_tensor(target) or shape(predicted) != shape(target):
             raise NotLinear(node, "it broadcasts its arguments")
-        self._need_batch(node, predicted)  # type: ignore[arg-type]
-        return Term(node) if reduction == "sum" else Term(self._with_sum(node), (_numel(predicted),))  # type: ignore[arg-type]
+        self._need_batch(node, predicted)
+        return Term(node) if reduction == "sum" else Term(self._with_sum(node), (_numel(predicted),))
 
     def _reduction(self, node: fx.Node) -> list[Term]:
         source = node.args[0]

@@ -1,4 +1,5 @@
-"""Runs passes in order. Knows no pass: checks contracts, lints, recompiles, and shows each result to the observers."""
+"""Runs passes in order. Knows no pass: checks contracts, lints, recompiles, and shows each result to the
+observers."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from disagmoe_compile.passes.contract import Capability, check_order, verify
 
 @dataclass(frozen=True, slots=True)
 class PassManager:
-    """`given`: what the graph already offers before the first pass. Raises ContractError at construction for a wrong order."""
+    """`given`: what the graph already offers before the first pass. Raises ContractError at construction for
+    a wrong order."""
 
     passes: tuple[GraphPass, ...]
     given: frozenset[Capability] = frozenset({Capability.SOURCES})
@@ -24,7 +26,8 @@ class PassManager:
     def run(
         self, graph_module: fx.GraphModule, observers: Sequence[Observer] = ()
     ) -> tuple[tuple[str, PassReport], ...]:
-        """Transforms `graph_module` in place. Observers see `(index, pass name, graph module, report)` after each pass."""
+        """Transforms `graph_module` in place. Observers see `(index, pass name, graph module, report)` after
+        each pass."""
         verify(self.given, graph_module, "capture")
         reports = []
         for index, graph_pass in enumerate(self.passes):

@@ -1,7 +1,8 @@
-"""Reading nodes: their value under fake tensors, their shape as expressions, the name of what they call, where they come from.
+"""Reading nodes: their value under fake tensors, their shape as expressions, the name of what they call,
+where they come from.
 
-Sizes are read by expression (`SymInt.node.expr`) and never compared or converted as live SymInts: either would specialise the
-captured graph to the sizes of the first batch.
+Sizes are read by expression (`SymInt.node.expr`) and never compared or converted as live SymInts: either
+would specialise the captured graph to the sizes of the first batch.
 """
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ def fake_mode_of(graph: fx.Graph) -> Any:
 
 
 def emit(graph: fx.Graph, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> fx.Node:
-    """Adds a call (a method where `target` is a string) at the graph's insertion point, with its fake value."""
+    """Adds a call (a method where `target` is a string) at the graph's insertion point, with its fake
+    value."""
     kwargs = kwargs or {}
     op = "call_method" if isinstance(target, str) else "call_function"
     node = graph.create_node(op, target, tuple(args), kwargs)

@@ -1,11 +1,11 @@
 """Splits the graph at its `experts` calls into one module per stage; the top-level graph only calls them.
 
-    attention_0(inputs, parameters)            -> (tokens, token_P, expert_P, weight_P, carried..., model outputs...)
-    experts_0(tokens, token_P, expert_P, weight_P, *params) -> y
-    attention_1(inputs, parameters, y, carried...) -> ...          the last attention is the head
+    attention_0(inputs, parameters)            -> (tokens, token_P, expert_P, weight_P, carried..., model
+    outputs...) experts_0(tokens, token_P, expert_P, weight_P, *params) -> y attention_1(inputs, parameters,
+    y, carried...) -> ...          the last attention is the head
 
-Demand-driven, last stage first: what a stage reads from before its own boundary, the stage before must put out. So a value that
-skips a stage is handed on by it.
+Demand-driven, last stage first: what a stage reads from before its own boundary, the stage before must put
+out. So a value that skips a stage is handed on by it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ STAGE = "disagmoe_stage"  # node.meta key of a call of a stage's module
 
 @dataclass(frozen=True, slots=True)
 class AttentionStage:
-    """Layout of an attention module's outputs: dispatch four (none in the head), `n_carried`, then model outputs by flat index."""
+    """Layout of an attention module's outputs: dispatch four (none in the head), `n_carried`, then model
+    outputs by flat index."""
 
     boundary: int
     n_dispatch: int
@@ -105,7 +106,8 @@ class _Splitter:
             if len(users) == 2 and source is not None:
                 reader = next(user for user in node.users if EXPERTS not in user.meta)
                 raise UnsupportedModelError(
-                    f"parameter `{source.name}` is used by experts and, at {describe(reader)}, by attention; it can live on one side "
+                    f"parameter `{source.name}` is used by experts and, at {describe(reader)}, by "
+                    "attention; it can live on one side "
                     "only. Give each side a parameter of its own"
                 )
 
@@ -131,7 +133,8 @@ class _Splitter:
                 continue
             if not is_tensor(result):
                 raise UnsupportedModelError(
-                    f"output {index} of the model is a {type(value(result)).__name__} that depends on its inputs ({describe(result)}); "
+                    f"output {index} of the model is a {type(value(result)).__name__} that depends on its "
+                    f"inputs ({describe(result)}); "
                     "only tensors, numbers and None can be returned from a split model"
                 )
             placement = result.meta[PLACEMENT]
@@ -175,7 +178,8 @@ class _Splitter:
         return classify
 
     def _layers(self, boundary: int) -> tuple[int, ...]:
-        """Decoder layers up to this part's experts that no earlier part has (dense layers go with the experts they precede)."""
+        """Decoder layers up to this part's experts that no earlier part has (dense layers go with the
+        experts they precede)."""
         seen = sorted({layer for node in self.graph.nodes if (layer := layer_of(node)) is not None})
         ends = [node.meta[EXPERTS].layer for node in self.experts]
         low = ends[boundary - 1] if boundary > 0 else -1

@@ -1,4 +1,5 @@
-"""The passes in their fixed order, and the one call that turns a captured graph into the programs of its stages."""
+"""The passes in their fixed order, and the one call that turns a captured graph into the programs of its
+stages."""
 
 from __future__ import annotations
 
@@ -30,9 +31,11 @@ from disagmoe_compile.passes.programs import model_programs
 
 @dataclass(frozen=True, slots=True)
 class PartitionResult:
-    """`graph_module`: the top-level graph after all passes; same flat inputs and outputs as Dynamo's, runs in one process.
+    """`graph_module`: the top-level graph after all passes; same flat inputs and outputs as Dynamo's, runs
+    in one process.
 
-    `batch_coupled`: operations that mix samples, so that micro-batches compute something else than the whole batch would.
+    `batch_coupled`: operations that mix samples, so that micro-batches compute something else than the whole
+    batch would.
     """
 
     graph_module: fx.GraphModule
@@ -61,8 +64,8 @@ def partition_model(
 ) -> PartitionResult:
     """Splits a captured graph into attention and expert programs; the captured graph itself is left as it is.
 
-    Raises UnsupportedModelError where a split cannot be shown to be safe. A graph without an MoE region gives one attention
-    program (the whole model) and no experts.
+    Raises UnsupportedModelError where a split cannot be shown to be safe. A graph without an MoE region
+    gives one attention program (the whole model) and no experts.
     """
     passes = default_passes(loss_reduction)
     manager = PassManager(passes)
@@ -89,7 +92,8 @@ def working_copy(captured: CapturedGraph) -> fx.GraphModule:
 
 
 def fingerprint(programs: ModelPrograms, passes: Sequence[GraphPass]) -> str:
-    """SHA-256 (16 hex digits) of stage codes, shapes, and the passes' names, source and options. Equal in every process.
+    """SHA-256 (16 hex digits) of stage codes, shapes, and the passes' names, source and options. Equal in
+    every process.
 
     Symbols are numbered by first appearance: Dynamo's own names depend on what it traced before.
     """

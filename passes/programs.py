@@ -1,4 +1,5 @@
-"""From the transformed graph to what the runtime executes: one program per stage, its interface by position (`program.py`)."""
+"""From the transformed graph to what the runtime executes: one program per stage, its interface by position
+(`program.py`)."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def model_programs(graph_module: fx.GraphModule, batch_symbol: sympy.Symbol | No
 
 
 def without_outputs(program: AttentionProgram) -> AttentionProgram:
-    """The same stage without the model's outputs, for training steps that need the loss alone. Inputs nobody reads go too."""
+    """The same stage without the model's outputs, for training steps that need the loss alone. Inputs nobody
+    reads go too."""
     output = output_node(program.module.graph)
     dispatch = 0 if program.dispatch is None else 4
     carried = len(program.carried)

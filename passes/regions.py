@@ -1,7 +1,7 @@
 """A found MoE region, and the languages of finding one: what matchers return and how they give up.
 
-A matcher (one file a style family in `styles/`) looks for regions of its style by dataflow alone; names of modules or nodes are
-never evidence.
+A matcher (one file a style family in `styles/`) looks for regions of its style by dataflow alone; names of
+modules or nodes are never evidence.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from disagmoe_compile.passes.metadata import describe
 class Region:
     """One MoE region of the graph.
 
-    `tokens` [T, D]; `token_ids` [P], or None where pair p belongs to token p // top_k; `expert_ids` [P] or [T, k]; `weights` [P] or
-    [T, k], None where the region applies none; `params` the stacked expert parameters; `exit` [T, D] the plain sum over pairs.
-    `function(rows_PD, weight_P, *params)` computes one expert's rows.
+    `tokens` [T, D]; `token_ids` [P], or None where pair p belongs to token p // top_k; `expert_ids` [P] or
+    [T, k]; `weights` [P] or [T, k], None where the region applies none; `params` the stacked expert
+    parameters; `exit` [T, D] the plain sum over pairs. `function(rows_PD, weight_P, *params)` computes one
+    expert's rows.
     """
 
     style: str

@@ -1,11 +1,13 @@
-"""Regions that sort their pairs by expert and multiply with `grouped_mm` (Hugging Face's default, torchtitan).
+"""Regions that sort their pairs by expert and multiply with `grouped_mm` (Hugging Face's default,
+torchtitan).
 
     perm = sort(expert_ids)          rows = tokens[perm // k]       offs = cumsum(histogram(expert_ids))
     out  = grouped_mm(act(grouped_mm(rows, W1, offs)), W2, offs) * weights[perm]
     exit = out[inverse(perm)].view(T, k, D).sum(1)      or      zeros(T, D).index_add(0, perm // k, out)
 
-In the extracted function each grouped matmul is a plain matmul of one expert's rows, and a bias gathered by expert is that
-expert's bias. Rows of no expert (sentinels past the last group) are absent from the canonical form, so masking them is dropped.
+In the extracted function each grouped matmul is a plain matmul of one expert's rows, and a bias gathered by
+expert is that expert's bias. Rows of no expert (sentinels past the last group) are absent from the canonical
+form, so masking them is dropped.
 
 Legend: T tokens, k experts a token, P = T * k pairs, D hidden size, E experts.
 """
@@ -61,7 +63,8 @@ class GroupedMM:
 
 
 class _Match:
-    """One candidate: everything computed from one vector of group offsets. Raises NoMatch where it is not a region."""
+    """One candidate: everything computed from one vector of group offsets. Raises NoMatch where it is not a
+    region."""
 
     def __init__(self, offsets: fx.Node, matmuls: list[fx.Node]) -> None:
         self.matmuls = matmuls
@@ -262,7 +265,8 @@ class _Match:
 
 
 def _sorting(offsets: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-    """(expert id of each pair, sorting permutation, sorted ids if the graph has them) behind group offsets."""
+    """(expert id of each pair, sorting permutation, sorted ids if the graph has them) behind group
+    offsets."""
     counts = strip_casts(offsets)
     if not is_call(counts, "cumsum"):
         raise NoMatch(counts, "group offsets are not a cumulative sum of counts")
@@ -283,7 +287,8 @@ def _sorting(offsets: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
 
 
 def _rows_taken(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
-    """(source, index) where `node` takes rows of a source: `x[i]`, `x[i, None]`, index_select, gather along dim 0."""
+    """(source, index) where `node` takes rows of a source: `x[i]`, `x[i, None]`, index_select, gather along
+    dim 0."""
     if is_gather(node):
         return node.args[0], node.args[1]  # type: ignore[return-value]
     if node.target is operator.getitem and isinstance(node.args[1], tuple) and is_tensor(node.args[0]):

@@ -1,7 +1,7 @@
 """Turns a stretch of graph over sorted rows into a function of one expert's rows.
 
-Legal only if rows do not interact: every operation must act on each row alone. Operations are allowed by name, with their
-dimensions checked; anything else stops the match and is named.
+Legal only if rows do not interact: every operation must act on each row alone. Operations are allowed by
+name, with their dimensions checked; anything else stops the match and is named.
 
 Legend: P rows (routed pairs), E experts.
 """
@@ -15,90 +15,23 @@ from typing import Any
 
 from torch import fx
 
-from disagmoe_compile.passes.metadata import argument, is_tensor, rank_of, shape, target_name
+from disagmoe_compile.passes.metadata import argument, is_tensor, rank_of, target_name
 from disagmoe_compile.passes.regions import NoMatch
 
-_POINTWISE = frozenset(
-    [
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "truediv",
-        "floordiv",
-        "true_divide",
-        "neg",
-        "pow",
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log1p",
-        "sqrt",
-        "rsqrt",
-        "square",
-        "abs",
-        "reciprocal",
-        "sigmoid",
-        "silu",
-        "swish",
-        "gelu",
-        "relu",
-        "relu6",
-        "relu2",
-        "leaky_relu",
-        "elu",
-        "selu",
-        "celu",
-        "mish",
-        "softplus",
-        "softsign",
-        "hardtanh",
-        "hardswish",
-        "hardsigmoid",
-        "logsigmoid",
-        "tanh",
-        "erf",
-        "sin",
-        "cos",
-        "clamp",
-        "clamp_min",
-        "clamp_max",
-        "clip",
-        "maximum",
-        "minimum",
-        "where",
-        "lerp",
-        "addcmul",
-        "addcdiv",
-        "sign",
-        "round",
-        "to",
-        "type",
-        "float",
-        "half",
-        "bfloat16",
-        "double",
-        "contiguous",
-        "clone",
-        "detach",
-        "rsub",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "eq",
-        "ne",
-        "logical_not",
-        "logical_and",
-        "logical_or",
-        "nan_to_num",
-    ]
-)
+_POINTWISE = frozenset({
+    "add", "sub", "mul", "div", "truediv", "floordiv", "true_divide", "neg", "pow", "exp", "exp2",
+    "expm1", "log", "log1p", "sqrt", "rsqrt", "square", "abs", "reciprocal", "sigmoid", "silu", "swish",
+    "gelu", "relu", "relu6", "relu2", "leaky_relu", "elu", "selu", "celu", "mish", "softplus",
+    "softsign", "hardtanh", "hardswish", "hardsigmoid", "logsigmoid", "tanh", "erf", "sin", "cos",
+    "clamp", "clamp_min", "clamp_max", "clip", "maximum", "minimum", "where", "lerp", "addcmul",
+    "addcdiv", "sign", "round", "to", "type", "float", "half", "bfloat16", "double", "contiguous",
+    "clone", "detach", "rsub", "lt", "le", "gt", "ge", "eq", "ne", "logical_not", "logical_and",
+    "logical_or", "nan_to_num",
+})  # fmt: skip
 _LAST_DIM = {  # name -> (position of its dim argument, its default)
-    "chunk": (2, 0), "split": (2, 0), "unbind": (1, 0), "softmax": (1, None), "log_softmax": (1, None), "glu": (1, -1),
-    "mean": (1, None), "sum": (1, None), "var": (1, None), "amax": (1, None), "amin": (1, None), "cat": (1, 0), "concat": (1, 0),
-    "flip": (1, None), "narrow": (1, None),
+    "chunk": (2, 0), "split": (2, 0), "unbind": (1, 0), "softmax": (1, None), "log_softmax": (1, None),
+    "glu": (1, -1), "mean": (1, None), "sum": (1, None), "var": (1, None), "amax": (1, None),
+    "amin": (1, None), "cat": (1, 0), "concat": (1, 0), "flip": (1, None), "narrow": (1, None),
 }  # fmt: skip
 _NORMS = frozenset({"layer_norm", "rms_norm"})
 
@@ -109,7 +42,8 @@ Leaf = Callable[[fx.Node], fx.Node | None]
 class RowFunction:
     """Builds `function(rows_PD, weight_P, *params)`.
 
-    `leaf(node)` returns the function's node for a value that enters the region (rows, weights, parameters), or None to go on.
+    `leaf(node)` returns the function's node for a value that enters the region (rows, weights, parameters),
+    or None to go on.
     """
 
     leaf: Leaf
@@ -145,7 +79,8 @@ class RowFunction:
         return self.graph.create_node(op, target, args, kwargs or {}, name=f"v{self._count}")
 
     def convert(self, node: fx.Node) -> fx.Node:
-        """The function's node for a value over rows. Raises NoMatch at the first operation that is not row by row."""
+        """The function's node for a value over rows. Raises NoMatch at the first operation that is not row
+        by row."""
         if node not in self._env:
             entered = self.leaf(node)
             self._env[node] = self._operation(node) if entered is None else entered
@@ -170,6 +105,11 @@ def check_rowwise(node: fx.Node) -> None:
         raise NoMatch(node, "a value from outside enters the experts' rows")
     name = target_name(node)
     if name in _POINTWISE:
+        ranks = {rank_of(source) for source in node.all_input_nodes}
+        if not ranks <= {rank_of(node), 0}:
+            raise NoMatch(
+                node, "it broadcasts one value over rows against another along a different dimension"
+            )
         return
     if name in _LAST_DIM:
         position, default = _LAST_DIM[name]
@@ -182,6 +122,9 @@ def check_rowwise(node: fx.Node) -> None:
             raise NoMatch(node, "it may mix rows")
         return
     if name in _NORMS:
+        normalised = argument(node, 1, "normalized_shape")
+        if len(normalised) >= (rank_of(node) or 0):
+            raise NoMatch(node, "it normalises over rows")
         return
     if name == "dropout":
         if argument(node, 1, "p", 0.5) == 0 or not argument(node, 2, "training", True):
@@ -204,7 +147,8 @@ def _keeps_rows(node: fx.Node) -> bool:
     if not isinstance(index, tuple) or any(isinstance(part, fx.Node | list) for part in index):
         return False
     if index[0] is Ellipsis:
-        return len([part for part in index if part is not None]) - 1 < len(shape(source))  # type: ignore[arg-type]
+        taken = sum(part is not None for part in index) - 1
+        return taken < (rank_of(source) or 0)
     return index[0] == whole
 
 

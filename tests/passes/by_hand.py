@@ -1,4 +1,5 @@
-"""Runs the programs of a model by hand, in order, in one process: the meaning that every executor must reproduce."""
+"""Runs the programs of a model by hand, in order, in one process: the meaning that every executor must
+reproduce."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 import sympy
 import torch
 
-from disagmoe_compile.capture import CapturedGraph
+from disagmoe_compile.passes.captured import CapturedGraph
 from disagmoe_compile.passes.experts_op import experts
 from disagmoe_compile.passes.program import ExpertsProgram, InputKind, ModelPrograms, StageInput, bind
 
@@ -85,7 +86,8 @@ def _input(
 def check_outputs(
     declared: Sequence[Any], results: Sequence[Any], sizes: Mapping[sympy.Symbol, int], inputs: Sequence[Any]
 ) -> None:
-    """Every output has its declared shape and dtype, is contiguous, and shares no storage with an input or another output."""
+    """Every output has its declared shape and dtype, is contiguous, and shares no storage with an input or
+    another output."""
     storages = {x.untyped_storage().data_ptr() for x in inputs if isinstance(x, torch.Tensor) and x.numel()}
     for spec, result in zip(declared, results, strict=True):
         assert tuple(result.shape) == bind(spec.shape, sizes), (spec, result.shape)

@@ -1,4 +1,5 @@
-"""Captures a model through torch.compile and compares graphs with eager: shared by the tests of the passes."""
+"""Captures a model through torch.compile and compares graphs with eager: shared by the tests of the
+passes."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
-from disagmoe_compile.capture import CapturedGraph, capture
+from disagmoe_compile.capture import capture
+from disagmoe_compile.passes.captured import CapturedGraph
 
 
 def capture_model(
@@ -44,7 +45,8 @@ def loss_and_gradients(
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm of `expected`; NaN counts as infinite, so that no comparison swallows it."""
+    """Norm of the difference over the norm of `expected`; NaN counts as infinite, so that no comparison
+    swallows it."""
     error = ((actual - expected).norm() / expected.norm().clamp_min(1e-12)).item()
     return error if error == error else float("inf")
 
@@ -56,5 +58,8 @@ def worst_error(actual: Mapping[int, torch.Tensor], expected: Mapping[int, torch
     return max((relative_error(actual[i], expected[i]) for i in expected), default=0.0)
 
 
-def names_of(model: nn.Module) -> set[str]:
-    return {name for name, _ in model.named_parameters()}
+def loss_position(outputs: Any) -> int:
+    """Index of the 0-d output that requires grad."""
+    return next(
+        i for i, o in enumerate(outputs) if isinstance(o, torch.Tensor) and o.dim() == 0 and o.requires_grad
+    )
