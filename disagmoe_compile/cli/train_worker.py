@@ -31,7 +31,7 @@ def main(folder: RunFolder) -> int:
     except Exception as error:
         traceback.print_exc()
         status = error.exit_status if isinstance(error, DisagMoEError) else 1
-        cause = {"type": type(error).__name__, "message": str(error), "exit_status": status}
+        cause = {"type": type(error).__name__, "message": _first_paragraph(error), "exit_status": status}
         folder.save_report(rank, {"rank": rank, "error": cause})
         return status
     folder.save_report(rank, report)
@@ -64,6 +64,11 @@ def _train(folder: RunFolder, rank: int) -> dict[str, Any]:
         "sent_bytes": sum(sum(session.sent_bytes.values()) for session in sessions),
         "sent_bytes_by_transfer": _by_transfer(sessions),
     }
+
+
+def _first_paragraph(error: Exception) -> str:
+    """What it says, without the advice on debugging that torch appends."""
+    return " ".join(str(error).strip().split("\n\n")[0].split())
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -8,6 +8,7 @@ comes out.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -39,7 +40,7 @@ class GraphDumper:
     `options` are shown at the head of every file.
     """
 
-    directory: Path
+    directory: str | os.PathLike[str]
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, index: int, pass_name: str, graph_module: fx.GraphModule, report: PassReport) -> None:
@@ -48,8 +49,9 @@ class GraphDumper:
         self.write(f"{index:02d}_{pass_name}.py", graph_module, header)
 
     def write(self, name: str, graph_module: fx.GraphModule, header: Iterable[str]) -> Path:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        path = self.directory / name
+        directory = Path(self.directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / name
         path.write_text(render(graph_module, header))
         return path
 
