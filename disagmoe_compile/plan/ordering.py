@@ -7,7 +7,7 @@ twice: in the list of its group (the order in which the host acts), and between 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from disagmoe_compile.plan.action import ActionKind
 from disagmoe_compile.plan.completeness import Case
@@ -18,9 +18,10 @@ from disagmoe_compile.plan.topology import Group
 from disagmoe_compile.plan.violation import Violation, grid
 
 
-@dataclass(frozen=True, slots=True)
-class Dependency:
-    """Step `first` must come before step `second`. `in_streams` is False where the host alone reads what `first` makes."""
+class Dependency(NamedTuple):
+    """Step `first` must come before step `second`; if not, `second` is at fault, as `why` says. `in_streams` is False where the
+    host alone reads what `first` makes. (A tuple: a large plan has a million of them.)
+    """
 
     first: int
     second: int
@@ -41,15 +42,11 @@ def dependencies(case: Case) -> Iterator[Dependency]:
 def _of_sender(case: Case, message: Message, transfer: Transfer) -> Iterator[Dependency]:
     send = case.steps.sends[message][0]
     for producer in _computes(case, transfer.direction, transfer.src, message[1]):
-        yield Dependency(producer, send, "order", f"{transfer.name} is sent before it is computed")
+        yield Dependency(producer, send, "order", "is sent before it is computed")
     for wait in case.steps.reuses.get(message, ()):
-        yield Dependency(
-            send, wait, "wait", f"waits for the send buffer of {transfer.name} before it is sent", False
-        )
+        yield Dependency(send, wait, "wait", "waits for a send buffer before it is sent", False)
         for free in case.steps.send_frees.get(message, ()):
-            yield Dependency(
-                wait, free, "free", f"frees the send buffer of {transfer.name} before the WAIT on it"
-            )
+            yield Dependency(wait, free, "free", "frees a send buffer before the WAIT on it")
 
 
 def _of_receiver(case: Case, message: Message, transfer: Transfer) -> Iterator[Dependency]:
@@ -60,16 +57,15 @@ def _of_receiver(case: Case, message: Message, transfer: Transfer) -> Iterator[D
         found = case.steps.sends if kind is ActionKind.SEND else case.steps.arrivals
         origins = found.get((name, microbatch), [])
         if len(origins) == 1:
-            why = f"is posted before {kind}[{name}]{microbatch} fixed its sizes"
-            yield Dependency(origins[0], receive, "size-order", why, False)
+            yield Dependency(origins[0], receive, "size-order", "is posted before its sizes are known", False)
     consumers = _computes(case, transfer.direction, transfer.dst, microbatch)
     for wait in case.steps.arrivals.get(message, ()):
-        yield Dependency(receive, wait, "wait", f"waits for {transfer.name} before its RECV", False)
+        yield Dependency(receive, wait, "wait", "waits for a message before its RECV", False)
         for consumer in consumers:
-            yield Dependency(wait, consumer, "wait", f"uses {transfer.name} before the WAIT for it")
+            yield Dependency(wait, consumer, "wait", "uses a message before the WAIT for it")
     for free in case.steps.receive_frees.get(message, ()):
         for user in consumers or case.steps.arrivals.get(message, []):
-            yield Dependency(user, free, "free", f"frees {transfer.name} before its last use")
+            yield Dependency(user, free, "free", "frees a message before its last use")
 
 
 def _of_compute(case: Case) -> Iterator[Dependency]:
@@ -87,14 +83,14 @@ def _of_compute(case: Case) -> Iterator[Dependency]:
             backward = _computes(case, Direction.BACKWARD, stage, i)
             for last in backward:
                 for first in forward:
-                    yield Dependency(first, last, "order", f"backward of stage {stage} before its forward")
+                    yield Dependency(first, last, "order", "runs before the forward of its stage")
                 for weight in steps.computes((ActionKind.BACKWARD_WEIGHT,), stage, i):
-                    yield Dependency(last, weight, "order", f"weight before input gradient of stage {stage}")
+                    yield Dependency(last, weight, "order", "runs before the input gradient of its stage")
             if is_local:
                 for first in forward:
                     for last in _computes(case, Direction.FORWARD, heir, i):
                         yield Dependency(
-                            first, last, "order", f"stage {heir} before stage {stage} of its group"
+                            first, last, "order", "runs before the stage that hands on to it in its group"
                         )
                 for last in backward:
                     for first in _computes(case, Direction.BACKWARD, heir, i):
@@ -102,7 +98,7 @@ def _of_compute(case: Case) -> Iterator[Dependency]:
                             first,
                             last,
                             "order",
-                            f"backward of stage {stage} before stage {heir} of its group",
+                            "runs before the stage that hands its gradient back in its group",
                         )
 
 

@@ -10,7 +10,7 @@ from schedule_interpreter import Failure, run
 from disagmoe_compile.plan import Action, ActionKind, Group, Plan, Topology, validate
 from disagmoe_compile.testing.plans import example_plan
 
-SETTINGS = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SETTINGS = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TOPOLOGIES = st.builds(
     Topology,
     attention_group_size=st.integers(1, 3),
@@ -55,7 +55,7 @@ def edited(plan: Plan, group: Group, actions: list[Action]) -> Plan:
     return dataclasses.replace(plan, training=schedule)
 
 
-@pytest.mark.parametrize("plan", SMALL)
+@pytest.mark.parametrize("plan", SMALL[1:3])
 def test_deleting_any_action_is_reported(plan):
     for group, actions in plan.training.actions.items():
         for k in range(len(actions)):
@@ -63,7 +63,7 @@ def test_deleting_any_action_is_reported(plan):
             assert found, f"deletion of {actions[k]} (step {k} of {group}) went unnoticed"
 
 
-@pytest.mark.parametrize("plan", SMALL)
+@pytest.mark.parametrize("plan", SMALL[1:3])
 def test_duplicating_any_action_is_reported_except_waits_for_events(plan):
     for group, actions in plan.training.actions.items():
         for k, action in enumerate(actions):
@@ -86,7 +86,7 @@ def moved_plans(draw):
     return edited(plan, group, actions)
 
 
-@settings(SETTINGS, max_examples=80)
+@settings(SETTINGS, max_examples=50)
 @given(moved_plans())
 def test_a_reordered_plan_that_validates_also_runs(plan):
     if not validate(plan):
