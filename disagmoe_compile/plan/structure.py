@@ -11,7 +11,7 @@ from disagmoe_compile.plan.violation import Violation
 
 
 def check_stages(plan: Plan) -> Iterator[Violation]:
-    """Stages are numbered 0..2B in order and alternate; every FFN rank has an expert; an owned parameter has one owner."""
+    """Stages are numbered 0..2B; every FFN rank has an expert; a parameter has one owner, on the group of its users."""
     topology = plan.topology
     indices = [stage.index for stage in plan.stages]
     if indices != list(range(topology.n_stages)):
@@ -27,6 +27,22 @@ def check_stages(plan: Plan) -> Iterator[Violation]:
     for fqn in sorted(fqn for fqn, count in owners.items() if count > 1):
         stages = [stage.index for stage in plan.stages if fqn in stage.owned_fqns]
         yield Violation("stages", f"parameter {fqn} is owned by stages {stages}: it must have one owner")
+    yield from _check_sharing(plan)
+
+
+def _check_sharing(plan: Plan) -> Iterator[Violation]:
+    """All users of an owned parameter are on the group of its owner: no gradient crosses groups."""
+    group_of, known = plan.topology.group_of_stage, range(plan.topology.n_stages)
+    stages = [stage for stage in plan.stages if stage.index in known]
+    owner = {fqn: stage.index for stage in stages for fqn in stage.owned_fqns}
+    for stage in stages:
+        for fqn in stage.param_fqns:
+            if fqn in owner and group_of(owner[fqn]) != group_of(stage.index):
+                yield Violation(
+                    "stages",
+                    f"parameter {fqn} is used by stage {stage.index} on {group_of(stage.index)} but owned by stage "
+                    f"{owner[fqn]} on {group_of(owner[fqn])}: its gradient cannot cross groups",
+                )
 
 
 def check_workload(plan: Plan) -> Iterator[Violation]:

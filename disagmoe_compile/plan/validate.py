@@ -1,6 +1,6 @@
 """Every rule that a plan must keep, and what it breaks. No plan runs unvalidated.
 
-    stages         numbered 0..2B, alternating; one owner per parameter
+    stages         numbered 0..2B, alternating; a parameter has one owner, on the group of all its users
     transfers      each boundary has exactly its transfers, between the right stages, mirrored for the backward
     workload       ranks x micro-batches x size is the global batch
     experts        no FFN rank without an expert

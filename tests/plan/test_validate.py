@@ -69,6 +69,12 @@ def test_a_parameter_has_one_owner():
     assert rules(plan) == ["stages"]
 
 
+def test_a_parameter_is_not_shared_across_groups():
+    assert rules(with_stage(TWO_GROUPS, 4, param_fqns=("layers.2.attention", "layers.0.attention"))) == []
+    plan = with_stage(TWO_GROUPS, 2, param_fqns=("layers.1.attention", "layers.0.attention"))
+    assert rules(plan) == ["stages"]
+
+
 def test_workload_must_multiply_out():
     workload = dataclasses.replace(PLAN.workload, global_batch_size=5)
     assert rules(dataclasses.replace(PLAN, workload=workload)) == ["workload"]
