@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from disagmoe_compile.errors import UnsupportedModelError
 from disagmoe_compile.passes.aot.compilers import BoxedGraph
 from disagmoe_compile.passes.aot.joint import BackwardInput
 
@@ -183,13 +184,15 @@ class _NoRows:
 class RowsStage:
     """A stage whose number of rows changes from call to call, none included.
 
-    Without rows nothing runs: the output is empty and every gradient is zero, of the right shape.
+    Without rows nothing runs: the output is empty and every gradient is zero, of the right shape. `row_limit`: the most rows
+    the code is right for.
     """
 
     stage: AotStage | EagerStage
     out_features: int
     out_dtype: torch.dtype
     zero_gradients: tuple[ZeroGradient, ...]
+    row_limit: int | None = None
 
     @property
     def tangents(self) -> tuple[int, ...]:
@@ -207,6 +210,11 @@ class RowsStage:
         rows = inputs[0]
         if rows.shape[0] == 0:
             return [rows.new_empty((0, self.out_features), dtype=self.out_dtype)], _NoRows(rows.device)
+        if self.row_limit is not None and rows.shape[0] > self.row_limit:
+            raise UnsupportedModelError(
+                f"{rows.shape[0]} rows for the experts of one rank; compiled code holds up to {self.row_limit}: "
+                f"use more micro-batches"
+            )
         return self.stage.forward(inputs)
 
     def backward(self, saved: Saved, tangents: Mapping[int, Tensor]) -> dict[int, Tensor]:

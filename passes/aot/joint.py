@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 from torch._functorch._aot_autograd.descriptors import (
@@ -32,8 +33,9 @@ from disagmoe_compile.errors import UnsupportedModelError
 
 # The row count while tracing: a prime that is not a size of the model, far from the special cases 0, 1 and 2.
 _TRACED_ROWS = 8191
-# Row counts at which every assumption made while tracing must hold.
-_CHECKED_ROWS = (2, 3, 5, 16, 127, 4096, 100_003)
+# Row counts at which every assumption made while tracing must hold, and larger ones at which a kernel's 32-bit index may end.
+_CHECKED_ROWS = (2, 3, 5, 16, 127, 4096, _TRACED_ROWS)
+_LARGE_ROWS = (16_411, 65_537, 262_147, 1_048_583, 16_777_259)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +187,6 @@ def export_stage(
         joint = aot_export_joint_with_descriptors(
             stack, _OwnOutputs(module, fakes), tuple(fakes), decompositions=table
         ).graph_module
-        _check_rows_stay_free(mode, where)
         return _partitioned(joint, where, len(examples), partition)
 
 
@@ -209,18 +210,29 @@ def eager_interface(
     return tangents, tuple(i for i, gradient in zip(wanted, found) if gradient is not None)
 
 
-def _check_rows_stay_free(mode: FakeTensorMode, where: str) -> None:
-    """Tracing with a symbolic row count may assume things about it; each must hold for any count from 2 on."""
-    env = mode.shape_env
-    if env is None:
-        return
-    for guard in env.guards:
-        symbols = guard.expr.free_symbols
-        for rows in _CHECKED_ROWS:
-            if guard.expr.subs(dict.fromkeys(symbols, rows)) == False:  # noqa: E712 (a sympy truth value)
-                raise UnsupportedModelError(
-                    f"{where}: the traced graph assumes {guard.expr} of its row count, which fails for {rows} rows"
-                )
+def row_limit(mode: FakeTensorMode, where: str) -> int | None:
+    """The most rows that the code traced and compiled in `mode` is right for; None for no limit.
+
+    Code with a symbolic row count is called without guards, so what tracing assumed must hold for any count from 2 on (code
+    for one row is the same, as tests show): `UnsupportedModelError` if not.
+    """
+
+    def first_failure(rows: int) -> sympy.Expr | None:
+        assumed = [g.expr for g in (mode.shape_env.guards if mode.shape_env is not None else ())]
+        return next((e for e in assumed if e.subs(dict.fromkeys(e.free_symbols, rows)) == sympy.false), None)
+
+    for rows in _CHECKED_ROWS:
+        failed = first_failure(rows)
+        if failed is not None:
+            raise UnsupportedModelError(
+                f"{where}: the traced graph assumes {failed}, which fails for {rows} rows"
+            )
+    good = _TRACED_ROWS
+    for rows in _LARGE_ROWS:
+        if first_failure(rows) is not None:
+            return good
+        good = rows
+    return None
 
 
 def _partitioned(

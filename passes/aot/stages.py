@@ -26,6 +26,7 @@ from disagmoe_compile.passes.aot.joint import (
     eager_interface,
     export_stage,
     fake_mode_for_stage,
+    row_limit,
     stage_tracing,
 )
 from disagmoe_compile.passes.aot.split import split_backward
@@ -130,7 +131,7 @@ def compile_experts(
                 for p in program.params
             ),
         ]
-        stage, gradients = _compile(
+        stage, gradients, limit = _compile(
             GroupedExperts(program.function, program.boundary),
             examples,
             frozenset(range(EXPERT_PARAMS_AT, len(examples))),
@@ -141,7 +142,7 @@ def compile_experts(
             device=device,
         )
         zeros = tuple(ZeroGradient(i, examples[i].shape, examples[i].dtype) for i in gradients)
-        return RowsStage(stage, program.out_features, program.out_dtype, zeros)
+        return RowsStage(stage, program.out_features, program.out_dtype, zeros, limit)
 
     return cache.get(key, build)
 
@@ -162,8 +163,8 @@ def _compile(
     split_weight_gradient: bool,
     compiler: str,
     device: str,
-) -> tuple[AotStage | EagerStage, tuple[int, ...]]:
-    """The stage, and the inputs that get a gradient."""
+) -> tuple[AotStage | EagerStage, tuple[int, ...], int | None]:
+    """The stage, the inputs that get a gradient, and the most rows it takes."""
     training = any(example.requires_grad for example in examples)
     mode = fake_mode_for_stage()
     if compiler == "eager":
@@ -173,7 +174,7 @@ def _compile(
         with stage_tracing(mode, training=training, autocast=autocast):
             tangents, gradients = eager_interface(module, examples, device=device, mode=mode)
         needs = tuple(i in gradients for i in range(len(examples)))
-        return EagerStage(module, needs, tangents, parameters, state), gradients
+        return EagerStage(module, needs, tangents, parameters, state), gradients, None
     graphs_to_code = graph_compiler(compiler)
     with stage_tracing(mode, training=training, autocast=autocast):
         graphs = export_stage(
@@ -186,7 +187,8 @@ def _compile(
             partition=graphs_to_code.partition,
         )
         stage = _to_code(graphs, parameters, graphs_to_code, split_weight_gradient)
-    return stage, graphs.gradient_inputs
+        limit = row_limit(mode, where)  # after the compiler, which may assume more
+    return stage, graphs.gradient_inputs, limit
 
 
 def _to_code(

@@ -25,6 +25,7 @@ from torch import Tensor, fx
 
 from disagmoe_compile.errors import InputError, UnsupportedModelError
 from disagmoe_compile.passes.aot import StageCache, compile_attention, compile_experts, reference_experts
+from disagmoe_compile.passes.aot.compiled import RowsStage
 from disagmoe_compile.passes.program import (
     AttentionProgram,
     ExpertsProgram,
@@ -93,8 +94,15 @@ def test_attention_equals_eager(compiler: str, cache: StageCache) -> None:
     assert_stage_equals_eager(stage, eager_attention(program), attention_inputs(program), needs_grad(program))
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
-@pytest.mark.parametrize("style", ["gated", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("compiler", "style"),
+    [
+        *((compiler, style) for compiler in FAST for style in STYLES),
+        ("inductor", "gpt_oss"),
+        pytest.param("inductor", "gated", marks=pytest.mark.slow),
+        pytest.param("inductor", "linear", marks=pytest.mark.slow),
+    ],
+)
 def test_experts_equal_the_loop_for_any_number_of_rows(compiler: str, style: str, cache: StageCache) -> None:
     program = experts_program(*STYLES[style])
     stage = compile_experts(program, 4, compiler=compiler, training=True, cache=cache)
@@ -107,7 +115,7 @@ def test_experts_equal_the_loop_for_any_number_of_rows(compiler: str, style: str
 
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_weight_gradient_apart_is_bitwise_the_whole_backward(compiler: str, cache: StageCache) -> None:
-    program, experts = attention_program(), experts_program(*STYLES["gated"])
+    program, experts = attention_program(), experts_program(*STYLES["gpt_oss"])
     for stage, inputs in (
         (
             compile_attention(program, SIZES, compiler=compiler, training=True, cache=cache),
@@ -199,7 +207,7 @@ def test_first_stage_has_nothing_to_split(compiler: str) -> None:
     assert of_inputs == {} and stage.backward_weight(state).keys() == stage.weight_inputs
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("compiler", [*FAST, pytest.param("inductor", marks=pytest.mark.slow)])
 def test_inference_saves_nothing(compiler: str, cache: StageCache) -> None:
     experts = experts_program(*STYLES["gpt_oss"])
     stage = compile_experts(experts, 4, compiler=compiler, training=False, cache=cache)
@@ -337,6 +345,16 @@ def test_writing_to_an_input_is_an_error() -> None:
     )
     with pytest.raises(UnsupportedModelError, match="attention stage 2 writes to its input"):
         compile_attention(program, {}, compiler="aot_eager", training=True, cache=StageCache())
+
+
+def test_more_rows_than_the_code_was_made_for_is_an_error() -> None:
+    program = experts_program(*STYLES["gated"])
+    stage = compile_experts(program, 2, compiler="aot_eager", training=False, cache=StageCache())
+    assert isinstance(stage, RowsStage) and stage.row_limit is None
+    with pytest.raises(
+        UnsupportedModelError, match="5 rows for the experts of one rank; compiled code holds up to 4"
+    ):
+        replace(stage, row_limit=4).forward(expert_inputs(program, [2, 3]))
 
 
 def test_unused_parameter_has_no_gradient() -> None:
