@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 
 from torch import fx
 
@@ -27,6 +27,7 @@ from disagmoe_compile.passes.manager import PassManager
 from disagmoe_compile.passes.partition import Partition
 from disagmoe_compile.passes.program import ModelPrograms
 from disagmoe_compile.passes.programs import model_programs
+from disagmoe_compile.passes.rematerialize_sizes import RematerializeSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ def default_passes(loss_reduction: str = "auto") -> tuple[GraphPass, ...]:
         Deinplace(),
         FindRegions(),
         CanonicalizeExperts(),
+        RematerializeSizes(),
         LabelRoles(),
         Partition(),
         InsertTransfers(),
@@ -128,5 +130,13 @@ def fingerprint(programs: ModelPrograms, passes: Sequence[GraphPass]) -> str:
     if programs.loss is not None:
         add(programs.loss.denominators.code, programs.loss.coefficients, programs.loss.output_index)
     for graph_pass in passes:
-        add(graph_pass.name, graph_pass, inspect.getsource(sys.modules[type(graph_pass).__module__]))
+        add(
+            graph_pass.name, _options(graph_pass), inspect.getsource(sys.modules[type(graph_pass).__module__])
+        )
     return digest.hexdigest()[:16]
+
+
+def _options(graph_pass: GraphPass) -> list[str]:
+    """What the pass was constructed with; its sets of capabilities print in another order in every process."""
+    names = [f.name for f in fields(graph_pass)] if is_dataclass(graph_pass) else []
+    return [f"{name}={getattr(graph_pass, name)!r}" for name in names if name not in ("requires", "provides")]
