@@ -42,7 +42,13 @@ class StateDicts:
         """Hooks `module`, the root that was compiled: its `state_dict()` becomes global, `load_state_dict()`
         takes global tensors (whole, DTensor or ShardedTensor) and keeps this rank's part.
         """
-        module.register_state_dict_post_hook(self._after_state_dict)
+
+        def after_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+            self._after_state_dict(module, state, prefix)
+
+        module.register_state_dict_post_hook(
+            after_state_dict
+        )  # torch marks the hook, so it cannot be a bound method
         module.register_load_state_dict_pre_hook(self._before_load)
 
     def install_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -82,7 +88,7 @@ class StateDicts:
         named = module.named_parameters(remove_duplicate=False)
         return {name: known[id(parameter)] for name, parameter in named if id(parameter) in known}
 
-    def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         for name, bound in self._bound_of(module).items():
             value = state.get(prefix + name)
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor | ShardedTensor):
