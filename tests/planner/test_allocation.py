@@ -163,6 +163,17 @@ def test_nics_are_shared_evenly_when_nothing_else_decides() -> None:
     assert (found.attention_nics, found.ffn_nics) == (3, 3)
 
 
+@pytest.mark.parametrize(("attention_flops", "ffn_flops", "attention_nics"), [(2, 6, 8), (6, 2, 4)])
+def test_nics_go_where_a_component_just_stops_waiting_for_them(
+    attention_flops: int, ffn_flops: int, attention_nics: int
+) -> None:
+    # The one needs 7.5 of 12 NICs to be compute bound, the other 2.5: 8 or 9 NICs for the first balance both, 8 is nearer to even.
+    problem = AllocationProblem(attention_flops, ffn_flops, 15, 2, 12, 1, 1)
+    check_against_enumeration(problem)
+    found = solve(problem)
+    assert (found.attention_nics, found.balance_score) == (attention_nics, 2.0)
+
+
 def test_what_the_solver_misses_by_its_tolerance_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = AllocationProblem(3.1e12, 5.3e12, 3e8, 128, 128, **H800)
     right = solve(problem)
