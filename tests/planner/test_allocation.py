@@ -167,7 +167,7 @@ def test_nics_are_shared_evenly_when_nothing_else_decides() -> None:
 def test_nics_go_where_a_component_just_stops_waiting_for_them(
     attention_flops: int, ffn_flops: int, attention_nics: int
 ) -> None:
-    # The one needs 7.5 of 12 NICs to be compute bound, the other 2.5: 8 or 9 NICs for the first balance both, 8 is nearer to even.
+    # One needs 7.5 of 12 NICs to be compute bound, the other 2.5: 8 or 9 for the first balance both, 8 is nearer to even.
     problem = AllocationProblem(attention_flops, ffn_flops, 15, 2, 12, 1, 1)
     check_against_enumeration(problem)
     found = solve(problem)
