@@ -148,13 +148,14 @@ class _Inspector:
         self.captured: CapturedGraph | None = None
         self.partition: PartitionResult | None = None
         self.error: DisagMoEError | None = None
+        self.is_whole = True
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         try:
             check_graph_break(gm)
         except CaptureError:
-            return gm.forward  # explained by _graph_breaks, which also sees what never reaches a backend
-        if self.captured is None and self.error is None:
+            self.is_whole = False  # explained by _graph_breaks, which also sees what never reaches a backend
+        if self.is_whole and self.captured is None and self.error is None:
             try:
                 self.captured = capture(gm, example_inputs)
                 self.partition = partition_model(self.captured, observers=self._observers)
