@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeAlias
 
 import sympy
 import torch
 from torch import fx
 
-Dim = int | sympy.Expr
+Dim: TypeAlias = int | sympy.Expr
 
 
 class InputKind(StrEnum):
