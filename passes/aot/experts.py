@@ -111,7 +111,7 @@ def _row_nodes(graph: fx.Graph) -> frozenset[fx.Node]:
 class GroupedExperts(torch.nn.Module):
     """`forward(rows_PD, weight_P, offsets_E, expert_P, *params) -> (rows_PN,)`; params stacked over this rank's experts.
 
-    `observe(node, value)`, if given, is called for every value in order.
+    `observe(node, value)`, if given, is called with every value, in order of the graph.
     """
 
     def __init__(self, function: fx.GraphModule, boundary: int) -> None:
