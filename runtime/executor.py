@@ -24,7 +24,7 @@ Key = tuple[str, int]
 
 
 class Executor:
-    """`events` of the last step, in the order of execution; `sent_bytes` per transfer since the start."""
+    """`events` of the last step, in the order of execution; `sent_bytes` per transfer since the start, as the plan counts them."""
 
     def __init__(self, plan: Plan, worker: Worker, store: dist.Store | None = None) -> None:
         self.plan, self.worker, self._store = plan, worker, store
@@ -106,7 +106,7 @@ class Executor:
         sending = send(self.worker.transport, self.worker.tags, transfer.name, microbatch, messages)
         self._sending[_key(action)] = sending
         self._started[ActionKind.SEND, _key(action)] = len(self.events) - 1
-        self.sent_bytes[transfer.name] = self.sent_bytes.get(transfer.name, 0) + sending.nbytes
+        self._count_sent(transfer.name, sending.nbytes)
         return sending.nbytes
 
     def _receive(self, action: Action) -> int:
@@ -143,7 +143,9 @@ class Executor:
             gradient = self.worker.gradients[fqn]
             gradient.copy_(part.view_as(gradient))
         del self._reducing[str(action)]
-        return reduction.flat.numel() * reduction.flat.element_size()
+        nbytes = reduction.flat.numel() * reduction.flat.element_size()
+        self._count_sent(str(action.transfer), nbytes)
+        return nbytes
 
     def _reduction(self, action: Action) -> _Reduction:
         """The sum over the replicas, started on first sight."""
@@ -159,6 +161,9 @@ class Executor:
         return self._reducing[str(action)]
 
     # ---- small things
+    def _count_sent(self, transfer: str, nbytes: int) -> None:
+        self.sent_bytes[transfer] = self.sent_bytes.get(transfer, 0) + nbytes
+
     def _transfer(self, action: Action) -> Transfer:
         assert action.transfer is not None
         return self._transfers[action.transfer]

@@ -65,8 +65,7 @@ def bound_model(captured: CapturedGraph, partition: PartitionResult, options: Op
     if known is None:
         groups = PipelineGroups.create(topology, options.timeout_s)
         binding = bind(parameters, where, dist.get_rank(), groups.world)
-        install(root, binding, topology, groups)
-        OPTIMIZER_GUARD.watch(binding)
+        OPTIMIZER_GUARD.watch(binding, on_first_step=install(root, binding, groups))
         transport = ProcessGroupTransport(topology, groups.lanes, groups.replicas, options.timeout_s)
         known = _MODELS[root] = BoundModel(topology, groups, binding, transport)
     else:

@@ -32,7 +32,8 @@ from disagmoe_compile.passes.schedule.af_pipe import af_pipe
 from disagmoe_compile.passes.schedule.forward_only import forward_only
 from disagmoe_compile.passes.schedule.gpipe import gpipe
 from disagmoe_compile.passes.schedule.lower import lower
-from disagmoe_compile.plan.ir import Plan, Schedule, Stage, TensorSpec, Workload
+from disagmoe_compile.plan.completeness import peak_residency
+from disagmoe_compile.plan.ir import Plan, Stage, TensorSpec, Workload
 from disagmoe_compile.plan.serialize import load
 from disagmoe_compile.plan.topology import Role, Topology
 from disagmoe_compile.plan.transfers import BoundarySizes, build_transfers
@@ -156,7 +157,7 @@ def make_plan(
         workload=workload,
         training=training,
         forward_only=forward,
-        resident_limit=max(_most_resident(s) for s in (training, forward) if s is not None),
+        resident_limit=max(max(peak_residency(s).values()) for s in (training, forward) if s is not None),
         graph_fingerprint=graph_fingerprint,
         options={
             "schedule": options.schedule,
@@ -286,16 +287,3 @@ def _owned_numels(
                 name = dtype_name(one.dtype)
                 per_dtype[name] = per_dtype.get(name, 0) + math.prod(bind(one.shape, {}))
     return numels
-
-
-def _most_resident(schedule: Schedule) -> int:
-    """Most (stage, micro-batch) activations that a group holds at once: from its F to its B or W."""
-    most = 0
-    for actions in schedule.actions.values():
-        held = 0
-        for action in actions:
-            kind = action.kind.value
-            held += kind == "F"
-            most = max(most, held)
-            held -= kind in ("B", "W")
-    return most

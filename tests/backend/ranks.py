@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from disagmoe_compile.models.hf import build
 
@@ -48,9 +50,7 @@ class Case:
         }
 
     def __str__(self) -> str:
-        return (
-            f"{self.family}-M{self.attention}N{self.ffn}p{self.groups}-mb{self.n_microbatches}-{self.schedule}-{self.compiler}"
-        )
+        return f"{self.family}-M{self.attention}N{self.ffn}p{self.groups}-mb{self.n_microbatches}-{self.schedule}-{self.compiler}"
 
 
 @dataclass
@@ -67,6 +67,7 @@ class RankResult:
     sent_bytes: dict[str, int]
     events: list[Any]
     plan: Any
+    expert_rows: list[int]
 
 
 def batch(case: Case, step: int) -> dict[str, torch.Tensor]:
@@ -88,25 +89,45 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=1e-3)
 
 
+class ExpertCalls(TorchDispatchMode):
+    """Rows of every expert matmul that this process computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.disagmoe.grouped_mm.default:
+            self.rows.append(args[0].shape[0])
+        return func(*args, **(kwargs or {}))
+
+
 def train(case: Case) -> RankResult:
-    """The loop a user writes, optimizer built before the first call."""
+    """The loop a user writes, optimizer built before the first call. The last step's forward and backward are watched."""
     torch.manual_seed(0)
     model = make_model(case)
     optimizer = optimizer_of(model)
     compiled = torch.compile(model, backend="disagmoe", options=case.compile_options)
-    losses, gradients = [], {}
+    losses: list[float] = []
+    gradients: dict[str, torch.Tensor] = {}
+    calls = ExpertCalls()
     for step in range(case.steps):
-        loss = compiled(**batch(case, step)).loss
+        with calls if step == case.steps - 1 else nullcontext():
+            loss = compiled(**batch(case, step)).loss
         loss.backward()
         gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return _result(model, optimizer, losses, gradients)
+    return _result(model, optimizer, losses, gradients, calls.rows)
 
 
 def _result(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, losses: list[float], gradients: dict[str, torch.Tensor]
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    losses: list[float],
+    gradients: dict[str, torch.Tensor],
+    rows: list[int],
 ) -> RankResult:
     from disagmoe_compile.runtime.binding import holder_of
     from disagmoe_compile.runtime.session import active_sessions
@@ -130,9 +151,9 @@ def _result(
         sent_bytes=dict(session.sent_bytes),
         events=session.events,
         plan=session.plan,
+        expert_rows=rows,
     )
 
 
 def train_twice(case: Case) -> tuple[RankResult, RankResult]:
     return train(case), train(case)
-

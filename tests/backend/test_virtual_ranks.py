@@ -162,8 +162,14 @@ def test_a_schedule_that_cannot_finish_says_where_each_rank_stands(captured):
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        ({"attention_group_size": 3, "n_microbatches": 2, "ffn_group_size": 1}, "batch of 8 samples is not divisible"),
-        ({"attention_group_size": 1, "n_microbatches": 3, "ffn_group_size": 1}, "batch of 8 samples is not divisible"),
+        (
+            {"attention_group_size": 3, "n_microbatches": 2, "ffn_group_size": 1},
+            "batch of 8 samples is not divisible",
+        ),
+        (
+            {"attention_group_size": 1, "n_microbatches": 3, "ffn_group_size": 1},
+            "batch of 8 samples is not divisible",
+        ),
         ({"attention_group_size": 1, "ffn_group_size": 9}, "more than the model's 8 experts"),
     ],
 )
