@@ -85,6 +85,8 @@ def _replace(
         if weight_P is None:
             weight_P = emit(graph, torch.ones_like, (expert_P,), {"dtype": value(region.tokens).dtype})
         elif rank_of(weight_P) == 2:
+            if region.weights_by_expert:
+                weight_P = emit(graph, "gather", (weight_P, 1, region.expert_ids))
             weight_P = emit(graph, "reshape", (weight_P, -1))
         function = graph.get_attr(functions[code])
         node = graph.call_function(

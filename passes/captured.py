@@ -57,8 +57,15 @@ def symbol_values(inputs: Sequence[StageInput], args: Sequence[Any]) -> dict[sym
     for stage_input, arg in zip(inputs, args):
         actual = tuple(arg.shape) if isinstance(arg, torch.Tensor) else (arg,)
         for dim, size in zip(stage_input.shape, actual):
-            if isinstance(dim, sympy.Symbol) and found.setdefault(dim, int(size)) != int(size):
+            if isinstance(dim, sympy.Symbol) and found.setdefault(dim, _number(size)) != _number(size):
                 raise ValueError(
-                    f"`{stage_input.name}` has size {int(size)} where another argument has {found[dim]}"
+                    f"`{stage_input.name}` has size {_number(size)} where another argument has {found[dim]}"
                 )
     return found
+
+
+def _number(size: int | torch.SymInt) -> int:
+    """The captured value of a size. By hint: inside a trace, converting a live SymInt would specialise the
+    graph to it.
+    """
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)

@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+import torch
 from torch import fx
 
 from disagmoe_compile.errors import DisagMoEError
 from disagmoe_compile.passes import metadata
+from disagmoe_compile.passes.sizes import symbol_sources
 
 if TYPE_CHECKING:
     from disagmoe_compile.passes.base import GraphPass
@@ -28,6 +30,7 @@ class Capability(StrEnum):
     DEINPLACED = "deinplaced"  # no augmented assignment is left where a value could replace it
     REGIONS_KNOWN = "regions_known"  # the MoE regions are in the graph module's meta
     CANONICAL_EXPERTS = "canonical_experts"  # every known region is one call of `experts`
+    SIZES = "sizes"  # no size is taken from a tensor that the model computes
     PLACED = "placed"  # every node has a boundary
     PARTITIONED = "partitioned"  # the graph is attention and experts modules and getitems
     TRANSFERS = "transfers"  # whatever enters or leaves an experts module passes m2n nodes
@@ -93,6 +96,20 @@ def _canonical(gm: fx.GraphModule) -> str | None:
     )
 
 
+def _sizes(gm: fx.GraphModule) -> str | None:
+    known = set(symbol_sources(gm.graph))
+
+    def broken(node: fx.Node) -> bool:
+        if not metadata.is_computed_size(node):
+            return False
+        found = metadata.value(node)
+        dims = found if isinstance(found, torch.Size) else (found,)
+        # Sizes that depend on data (`nonzero`) are no expression of the inputs' sizes, and stay.
+        return metadata.free_symbols(map(metadata.expression, dims)) <= known
+
+    return _first(gm, broken)
+
+
 def _placed(gm: fx.GraphModule) -> str | None:
     return _first(gm, lambda n: n.op != "output" and metadata.PLACEMENT not in n.meta)
 
@@ -134,6 +151,7 @@ _CHECKS: Mapping[Capability, Callable[[fx.GraphModule], str | None]] = {
     Capability.DEINPLACED: _deinplaced,
     Capability.REGIONS_KNOWN: _regions_known,
     Capability.CANONICAL_EXPERTS: _canonical,
+    Capability.SIZES: _sizes,
     Capability.PLACED: _placed,
     Capability.PARTITIONED: _partitioned,
     Capability.TRANSFERS: _transfers,

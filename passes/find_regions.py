@@ -15,8 +15,9 @@ from disagmoe_compile.passes.contract import Capability
 from disagmoe_compile.passes.metadata import describe, is_call
 from disagmoe_compile.passes.regions import Region, Style, in_graph_order
 from disagmoe_compile.passes.styles.grouped_mm import GroupedMM
+from disagmoe_compile.passes.styles.masked_dense import MaskedDense
 
-STYLES: tuple[Style, ...] = (GroupedMM(),)
+STYLES: tuple[Style, ...] = (GroupedMM(), MaskedDense())
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ class Placement:
 @dataclass(frozen=True, slots=True)
 class LabelRoles:
     name: str = "label_roles"
-    requires: frozenset[Capability] = frozenset({Capability.CANONICAL_EXPERTS})
+    requires: frozenset[Capability] = frozenset({Capability.CANONICAL_EXPERTS, Capability.SIZES})
     provides: frozenset[Capability] = frozenset({Capability.PLACED})
 
     def run(self, graph_module: fx.GraphModule) -> PassReport:

@@ -7,7 +7,7 @@ inputs; the top-level graph puts the loss together again, so it still returns wh
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -23,6 +23,7 @@ from disagmoe_compile.passes.loss_terms import LossReader, NotLinear, Term, prod
 from disagmoe_compile.passes.metadata import is_tensor, output_node, placeholders, source_of, value
 from disagmoe_compile.passes.partition import STAGE, AttentionStage
 from disagmoe_compile.passes.program import InputKind
+from disagmoe_compile.passes.sizes import NoExpression, SizeBuilder, symbol_sources
 
 LOSS = "disagmoe_loss"  # graph module meta key: LossInfo, or None for a graph without a loss
 DENOMINATORS = "loss_denominators"
@@ -279,53 +280,32 @@ def _sorted_factors(term: Term) -> tuple[float, list[fx.Node], sympy.Expr]:
 
 
 class _SymbolInputs:
-    """Computes size expressions inside a module from the model's inputs, adding inputs as they are needed."""
+    """Sizes inside a module, from the model's inputs; adds inputs to the module as they are needed."""
 
     def __init__(self, graph: fx.Graph, top_level: fx.Graph, inputs: list[fx.Node]) -> None:
         self.graph = graph
         self.inputs = list(inputs)
-        self.known: dict[sympy.Symbol, fx.Node] = {}
         self.sources = symbol_sources(top_level)
+        self.builder = SizeBuilder(graph, self._symbol)
 
     def build(self, expr: sympy.Expr) -> fx.Node | int:
-        """Raises UnsupportedModelError for a size that is not a polynomial of the inputs' sizes."""
-        if expr.is_Integer:
-            return int(expr)
-        if isinstance(expr, sympy.Symbol):
-            return self._symbol(expr)
-        function = {sympy.Mul: operator.mul, sympy.Add: operator.add, sympy.Pow: operator.pow}.get(type(expr))
-        if function is None:
+        """Raises UnsupportedModelError for a size that is not an expression of the inputs' sizes."""
+        try:
+            return self.builder.build(expr)
+        except NoExpression:
             raise UnsupportedModelError(
-                f"the loss is a mean over {expr} values, which is no product of the inputs' sizes"
-            )
-        first, *rest = (self.build(arg) for arg in expr.args)
-        for part in rest:
-            first = self.graph.call_function(function, (first, part))
-        return first
+                f"the loss is a mean over {expr} values, which is no expression of the inputs' sizes; "
+                'divide by a number that the inputs give, or pass options={"loss_reduction": "mean"}'
+            ) from None
 
     def _symbol(self, symbol: sympy.Symbol) -> fx.Node:
-        if symbol not in self.known:
-            source, dim = self.sources[symbol]
-            if source in self.inputs:
-                node = placeholders(self.graph)[self.inputs.index(source)]
-            else:
-                existing = placeholders(self.graph)
-                before = existing[-1].next if existing else next(iter(self.graph.nodes))
-                with self.graph.inserting_before(before):
-                    node = self.graph.placeholder(f"a{len(self.inputs)}")
-                self.inputs.append(source)
-            self.known[symbol] = node if dim is None else self.graph.call_method("size", (node, dim))
-        return self.known[symbol]
-
-
-def symbol_sources(graph: fx.Graph) -> Mapping[sympy.Symbol, tuple[fx.Node, int | None]]:
-    """symbol -> (placeholder, dimension), dimension None where the placeholder is the size itself."""
-    found: dict[sympy.Symbol, tuple[fx.Node, int | None]] = {}
-    for node in placeholders(graph):
-        source = source_of(node)
-        if source is None or source.kind is InputKind.PARAMETER:
-            continue
-        for dim, size in enumerate(source.shape):
-            if isinstance(size, sympy.Symbol):
-                found.setdefault(size, (node, None if source.kind is InputKind.SYMBOL else dim))
-    return found
+        source, dim = self.sources[symbol]
+        existing = placeholders(self.graph)
+        if source in self.inputs:
+            node = existing[self.inputs.index(source)]
+        else:
+            before = existing[-1].next if existing else next(iter(self.graph.nodes))
+            with self.graph.inserting_before(before):
+                node = self.graph.placeholder(f"a{len(self.inputs)}")
+            self.inputs.append(source)
+        return node if dim is None else self.graph.call_method("size", (node, dim))

@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from disagmoe_compile.passes.program import Dim, StageInput
+from disagmoe_compile.passes.program import Dim, InputKind, StageInput
 
 SOURCE = "disagmoe_source"  # node.meta key: the StageInput of a placeholder of the captured graph
 PLACEMENT = "disagmoe_placement"  # node.meta key: see label_roles
@@ -91,6 +91,32 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
 
 def source_of(node: fx.Node) -> StageInput | None:
     return node.meta.get(SOURCE)
+
+
+def is_computed_size(node: fx.Node) -> bool:
+    """Whether the node is a size (or a tuple of them) taken from a tensor that is not an input of the model."""
+    if node.op not in ("call_function", "call_method") or not isinstance(
+        value(node), int | torch.SymInt | torch.Size
+    ):
+        return False
+    return any(
+        is_tensor(source) and (source_of(source) is None or source_of(source).kind is not InputKind.INPUT)
+        for source in node.all_input_nodes
+    ) or any(isinstance(value(source), torch.Size) for source in node.all_input_nodes)
+
+
+def same_value(left: Any, right: Any) -> bool:
+    """Whether two arguments are one value: the same node, or the same pure arithmetic on the same nodes."""
+    if left is right:
+        return True
+    if isinstance(left, fx.Node) and isinstance(right, fx.Node):
+        is_same_call = left.op == right.op and left.target == right.target and left.op == "call_function"
+        if not is_same_call or not is_call(left, "floordiv", "floor_divide", "div", "getitem"):
+            return False
+        return left.kwargs == right.kwargs and same_value(left.args, right.args)
+    if isinstance(left, tuple) and isinstance(right, tuple):
+        return len(left) == len(right) and all(map(same_value, left, right))
+    return type(left) is type(right) and bool(left == right)
 
 
 def output_node(graph: fx.Graph) -> fx.Node:

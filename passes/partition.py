@@ -121,6 +121,7 @@ class _Splitter:
         for boundary in range(head, -1, -1):
             part = self._part(boundary, wanted, by_level[boundary])
             wanted = tuple(node for node in part.extracted.inputs if self._input_class(boundary)(node) == 2)
+            _reject_non_tensors(wanted, boundary)
             parts.insert(0, part)
         assert not wanted, "the first attention part reads only inputs and parameters"
         return parts
@@ -236,6 +237,15 @@ class _Splitter:
         layers = () if info.layer is None else (info.layer,)
         call.meta = {STAGE: ExpertsStage(info, layers), "example_value": value(node)}
         return call
+
+
+def _reject_non_tensors(nodes: tuple[fx.Node, ...], boundary: int) -> None:
+    for node in nodes:
+        if not is_tensor(node):
+            raise UnsupportedModelError(
+                f"attention part {boundary} needs a {type(value(node)).__name__} that an earlier part computes "
+                f"({describe(node)}); only tensors can be sent. Take sizes from the model's inputs"
+            )
 
 
 def _experts_module(graph_module: fx.GraphModule, node: fx.Node) -> fx.GraphModule:

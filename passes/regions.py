@@ -20,9 +20,9 @@ class Region:
     """One MoE region of the graph.
 
     `tokens` [T, D]; `token_ids` [P], or None where pair p belongs to token p // top_k; `expert_ids` [P] or
-    [T, k]; `weights` [P] or [T, k], None where the region applies none; `params` the stacked expert
-    parameters; `exit` [T, D] the plain sum over pairs. `function(rows_PD, weight_P, *params)` computes one
-    expert's rows.
+    [T, k]; `weights` [P] or [T, k], None where the region applies none, or [T, E] where `weights_by_expert`;
+    `params` the stacked expert parameters; `exit` [T, D] the plain sum over pairs.
+    `function(rows_PD, weight_P, *params)` computes one expert's rows.
     """
 
     style: str
@@ -35,6 +35,7 @@ class Region:
     exit: fx.Node
     num_experts: int
     top_k: int
+    weights_by_expert: bool = False
 
     def __post_init__(self) -> None:
         if self.num_experts < 1 or self.top_k < 1:

@@ -28,6 +28,7 @@ from disagmoe_compile.passes.metadata import (
     is_gather,
     is_tensor,
     rank_of,
+    same_value,
     shape,
     source_of,
 )
@@ -179,7 +180,7 @@ class _Match:
             raise NoMatch(total, "it does not sum rows into zeros")
         if is_call(total, "scatter_add"):
             index = _broadcast_index(index)
-        if index is not self.row_index:
+        if not same_value(index, self.row_index):
             raise NoMatch(total, "it adds rows to other tokens than they came from")
         pairs, tokens = shape(self.expert_ids)[0], shape(self.tokens)[0]  # type: ignore[arg-type]
         top_k = self.gathered_top_k or sympy.sympify(pairs) / sympy.sympify(tokens)
@@ -218,7 +219,7 @@ class _Match:
         raise NoMatch(node, "rows are gathered in a way that is not tokens, weights or biases")
 
     def _set_row_index(self, index: fx.Node) -> None:
-        if self.row_index not in (None, index):
+        if self.row_index is not None and not same_value(self.row_index, index):
             raise NoMatch(index, "rows are gathered twice with different indices")
         self.row_index = index
         divides = is_call(index, "floordiv", "floor_divide") or (

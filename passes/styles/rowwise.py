@@ -94,13 +94,26 @@ class RowFunction:
     def _operation(self, node: fx.Node) -> fx.Node:
         check_rowwise(node)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.convert)
+        if target_name(node) in _LAST_DIM:
+            args, kwargs = _with_last_dim(target_name(node), args, kwargs)
         if target_name(node) == "unsqueeze" and rank_of(node.args[0]) is not None:  # type: ignore[arg-type]
             args, kwargs = (args[0], -1), {}
         return self.call(node.op, node.target, args, kwargs)
 
 
+def _with_last_dim(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict]:
+    """The same call with its dimension written as -1: the function's values have fewer dimensions."""
+    position, _ = _LAST_DIM[name]
+    if len(args) > position:
+        return (*args[:position], -1, *args[position + 1 :]), kwargs
+    return args, {**kwargs, "dim": -1}
+
+
 def check_rowwise(node: fx.Node) -> None:
-    """Raises NoMatch unless `node` computes each row of its result from the same rows of its arguments."""
+    """Raises NoMatch unless `node` computes each row of its result from the same rows of its arguments.
+
+    A row is the last dimension; what is before it (rows, or experts and rows) must not be touched.
+    """
     if node.op not in ("call_function", "call_method"):
         raise NoMatch(node, "a value from outside enters the experts' rows")
     name = target_name(node)
@@ -118,7 +131,7 @@ def check_rowwise(node: fx.Node) -> None:
         sample = first[0] if isinstance(first, tuple | list) else first
         rank = rank_of(sample) if isinstance(sample, fx.Node) else None
         listed = dims if isinstance(dims, tuple | list) else (dims,)
-        if rank is None or any(not isinstance(d, int) or d % rank == 0 for d in listed):
+        if rank is None or rank < 2 or any(not isinstance(d, int) or d % rank != rank - 1 for d in listed):
             raise NoMatch(node, "it may mix rows")
         return
     if name in _NORMS:
@@ -143,13 +156,12 @@ def _keeps_rows(node: fx.Node) -> bool:
     source, index = node.args
     if not is_tensor(source):
         return isinstance(index, int)  # a part of a chunk or a split along the last dimension
-    whole = slice(None, None, None)
     if not isinstance(index, tuple) or any(isinstance(part, fx.Node | list) for part in index):
         return False
+    rank, whole = rank_of(source) or 0, slice(None, None, None)  # type: ignore[arg-type]
     if index[0] is Ellipsis:
-        taken = sum(part is not None for part in index) - 1
-        return taken < (rank_of(source) or 0)
-    return index[0] == whole
+        return rank > 1 and len(index) == 2 and index[1] is not None
+    return len(index) == rank and all(part == whole for part in index[:-1])
 
 
 def strip_casts(node: fx.Node) -> fx.Node:
