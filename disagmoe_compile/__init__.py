@@ -1,0 +1,30 @@
+"""disagmoe-compile: a torch.compile backend that trains MoE models with attention and experts on disjoint
+ranks.
+
+Public names are loaded on first use, so that importing this package, its plans or its planner never imports
+torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_PUBLIC = {
+    "clip_grad_norm_": "disagmoe_compile.runtime.clip",
+    "explain": "disagmoe_compile.inspect.explain",
+    "load_plan": "disagmoe_compile.plan.serialize",
+}
+_NAME_THERE = {"load_plan": "load"}
+
+__all__ = ["clip_grad_norm_", "explain", "load_plan"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), _NAME_THERE.get(name, name))
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
