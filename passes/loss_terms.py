@@ -14,6 +14,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import sympy
 import torch
@@ -30,7 +31,6 @@ from disagmoe_compile.passes.metadata import (
     shape,
     value,
 )
-from disagmoe_compile.passes.program import Dim
 
 _KEEPS_VALUE = (
     "to",
@@ -54,7 +54,7 @@ _ELEMENTWISE = (
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
 )
-Factor = fx.Node | Dim | float
+Factor: TypeAlias = fx.Node | int | sympy.Expr | float
 
 
 class NotLinear(Exception):

@@ -95,14 +95,18 @@ def source_of(node: fx.Node) -> StageInput | None:
 
 def is_computed_size(node: fx.Node) -> bool:
     """Whether the node is a size (or a tuple of them) taken from a tensor that is not an input of the model."""
-    if node.op not in ("call_function", "call_method") or not isinstance(
-        value(node), int | torch.SymInt | torch.Size
-    ):
+    is_call_node = node.op in ("call_function", "call_method")
+    if not is_call_node or not isinstance(value(node), int | torch.SymInt | torch.Size):
         return False
     return any(
-        is_tensor(source) and (source_of(source) is None or source_of(source).kind is not InputKind.INPUT)
+        isinstance(value(source), torch.Size) or (is_tensor(source) and not _is_model_input(source))
         for source in node.all_input_nodes
-    ) or any(isinstance(value(source), torch.Size) for source in node.all_input_nodes)
+    )
+
+
+def _is_model_input(node: fx.Node) -> bool:
+    source = source_of(node)
+    return source is not None and source.kind is InputKind.INPUT
 
 
 def same_value(left: Any, right: Any) -> bool:

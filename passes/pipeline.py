@@ -138,5 +138,5 @@ def fingerprint(programs: ModelPrograms, passes: Sequence[GraphPass]) -> str:
 
 def _options(graph_pass: GraphPass) -> list[str]:
     """What the pass was constructed with; its sets of capabilities print in another order in every process."""
-    names = [f.name for f in fields(graph_pass)] if is_dataclass(graph_pass) else []
+    names: list[str] = [f.name for f in fields(graph_pass)] if is_dataclass(graph_pass) else []
     return [f"{name}={getattr(graph_pass, name)!r}" for name in names if name not in ("requires", "provides")]

@@ -185,6 +185,6 @@ def _constant(node: fx.Node) -> float:
 
 def _through(node: object, name: str) -> bool:
     """Whether a call of `name` is behind `node`, through reshapes."""
-    while is_call(node, *_RESHAPES):
-        node = node.args[0]  # type: ignore[union-attr]
+    while isinstance(node, fx.Node) and is_call(node, *_RESHAPES):
+        node = node.args[0]
     return is_call(node, name)
