@@ -36,7 +36,7 @@ def gather_digests(value: bytes | str, group: dist.ProcessGroup) -> list[bytes]:
     data = value.encode() if isinstance(value, str) else value
     mine = torch.frombuffer(bytearray(hashlib.sha256(data).digest()), dtype=torch.uint8)
     everyone = torch.empty(dist.get_world_size(group) * _DIGEST_BYTES, dtype=torch.uint8)
-    dist.all_gather_into_tensor(everyone, mine, group=group)
+    dist.all_gather_single(everyone, mine, group=group)
     return [bytes(part.tolist()) for part in everyone.split(_DIGEST_BYTES)]
 
 
@@ -85,5 +85,5 @@ def gather_numbers(numbers: Sequence[float], group: dist.ProcessGroup) -> torch.
     """Every rank's numbers, float64 [ranks, len(numbers)]."""
     mine = torch.tensor(list(numbers), dtype=torch.float64)
     everyone = torch.empty(dist.get_world_size(group) * len(numbers), dtype=torch.float64)
-    dist.all_gather_into_tensor(everyone, mine, group=group)
+    dist.all_gather_single(everyone, mine, group=group)
     return everyone.view(-1, len(numbers))

@@ -29,8 +29,7 @@ _TAG = 1  # messages of a binding; nothing else runs on the control group's p2p 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundParameter:
-    """A bound Parameter as it must stay. `hollow` has the global shape and no storage: to look at, never to
-    read.
+    """A bound Parameter as it must stay. `hollow` has the global shape and no storage: never read it.
 
     `fqns`: all names of the same Parameter in the graph; the first is its name in messages. The Parameter
     itself is held weakly, because `HOLDERS` keeps this record alive for as long as the Parameter lives.

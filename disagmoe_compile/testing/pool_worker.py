@@ -16,6 +16,7 @@ import pickle
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -88,6 +89,7 @@ def _answer(rank: int, case: Case) -> bytes:
         if isinstance(error, SystemExit):
             error = RuntimeError(f"the case called sys.exit({error.code!r})")
         failure = Failure(rank, type(error).__name__, str(error), traceback.format_exc(), _portable(error))
+        _release_frames(error)
         _leave_process_group()  # the peers' pending operations fail now instead of at their timeout
         return pickle.dumps((failure, None))
 
@@ -131,12 +133,22 @@ def _portable(error: BaseException) -> BaseException | None:
     return None
 
 
+def _release_frames(error: BaseException | None) -> None:
+    """Frames of the traceback hold the process group of the operation that failed, and with it its
+    connections.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 def _leave_process_group() -> None:
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
+        gc.collect()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +178,9 @@ class _State:
 
         _leave_process_group()
         torch._dynamo.reset()  # also removes the callbacks at the start and end of a compilation
-        torch._dynamo.config.load_config(self.dynamo_config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # setting a deprecated option back is no use of it
+            torch._dynamo.config.load_config(self.dynamo_config)
         optimizer._global_optimizer_pre_hooks.clear()
         optimizer._global_optimizer_pre_hooks.update(self.optimizer_hooks)
         torch.set_default_dtype(torch.float32)
