@@ -179,6 +179,10 @@ def _batch_symbol(
     batch: Sequence[int],
 ) -> sympy.Symbol:
     first = nodes[batch[0]]
+    for index in batch[1:]:
+        # Inputs whose batch sizes never meet in an operation have symbols of their own. Comparing the two adds the
+        # guard that they are equal, and makes them one symbol; it fixes neither.
+        _ = bool(nodes[index].meta["example_value"].shape[0] == first.meta["example_value"].shape[0])
     size = expression(first.meta["example_value"].shape[0])
     if not isinstance(size, sympy.Symbol):
         where = _where_specialised(first)

@@ -1,7 +1,7 @@
 """Pretrains a tiny Qwen3-MoE on Python source text: an ordinary PyTorch script that knows nothing of ranks.
 
-    python examples/pretrain.py                         # one process
-    torchrun --nproc-per-node 4 examples/pretrain.py    # attention and experts on disjoint ranks, same losses
+python examples/pretrain.py                         # one process
+torchrun --nproc-per-node 4 examples/pretrain.py    # attention and experts on disjoint ranks, same losses
 """
 
 import logging

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from disagmoe_compile.models.hf import build
+from disagmoe_compile.plan.action import Action
+from disagmoe_compile.runtime.executor import Executor
 
 LEARNING_RATE = 1e-3
 
@@ -101,6 +103,20 @@ class ExpertCalls(TorchDispatchMode):
             self.rows.append(args[0].shape[0])
         return func(*args, **(kwargs or {}))
 
+    @contextmanager
+    def of_the_pipeline(self) -> Iterator[None]:
+        """Watches while actions run; a mode around the compiled call itself would turn Dynamo off."""
+
+        def watched(executor: Executor, actions: Sequence[Action]) -> None:
+            with self:
+                run(executor, actions)
+
+        run, Executor.run = Executor.run, watched
+        try:
+            yield
+        finally:
+            Executor.run = run
+
 
 def train(case: Case) -> RankResult:
     """The loop a user writes, optimizer built before the first call. The last step's forward and backward are watched."""
@@ -112,7 +128,7 @@ def train(case: Case) -> RankResult:
     gradients: dict[str, torch.Tensor] = {}
     calls = ExpertCalls()
     for step in range(case.steps):
-        with calls if step == case.steps - 1 else nullcontext():
+        with calls.of_the_pipeline() if step == case.steps - 1 else nullcontext():
             loss = compiled(**batch(case, step)).loss
         loss.backward()
         gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

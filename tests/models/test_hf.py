@@ -6,9 +6,9 @@ import sys
 
 import pytest
 import torch
-from disagmoe_compile.models import hf
 
 from disagmoe_compile.errors import InputError
+from disagmoe_compile.models import hf
 
 pytest.importorskip("transformers")
 

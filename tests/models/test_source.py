@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from disagmoe_compile.models.source import load_source
 
 from disagmoe_compile.errors import InputError
+from disagmoe_compile.models.source import load_source
 
 FACTORY = """
 import torch

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from disagmoe_compile.models.text import batches, corpus
 
 from disagmoe_compile.errors import InputError
+from disagmoe_compile.models.text import batches, corpus
 
 
 def test_batches_are_bytes_of_real_text_and_labels_are_the_tokens() -> None:

@@ -33,6 +33,16 @@ def test_batch_is_symbolic_and_others_are_constants():
     assert bind(x.shape, captured.sizes(args)) == (4, 3, 6)
 
 
+def test_inputs_whose_batches_never_meet_share_one_symbol():
+    def apart(x, y):
+        return x.square().sum() + y.square().sum()
+
+    captured, _ = capture_model(apart, {"x": torch.randn(4, 3), "y": torch.randn(4, 5)})
+    tensors = [i for i in captured.inputs if i.kind is InputKind.INPUT]
+    assert [i.per_sample for i in tensors] == [True, True]
+    assert {i.shape[0] for i in tensors} == {captured.batch_symbol}
+
+
 def test_graph_runs_at_another_batch_size():
     captured, args = capture_model(Model(), {"x": torch.randn(4, 3, 6), "shift": torch.randn(1, 5)})
     half = [
