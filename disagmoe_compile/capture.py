@@ -55,7 +55,9 @@ def capture(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Capt
     batch = _batch_inputs(kinds, example_inputs)
     batch_symbol = None
     if batch and int(example_inputs[batch[0]].shape[0]) > 1:
-        if not any(_is_marked(example_inputs[i]) for i in batch):
+        # A tensor that was passed before is marked already, its companions of this call may not be.
+        fixed = [i for i in batch if isinstance(expression(nodes[i].meta["example_value"].shape[0]), int)]
+        if not all(_is_marked(example_inputs[i]) for i in fixed):
             _restart_with_symbolic_batch([example_inputs[i] for i in batch])
         batch_symbol = _batch_symbol(graph_module, nodes, sources, kinds, batch)
     names = _qualified_names(graph_module)
@@ -179,7 +181,11 @@ def _batch_symbol(
     batch: Sequence[int],
 ) -> sympy.Symbol:
     first = nodes[batch[0]]
-    for index in batch[1:]:
+    sizes = [nodes[index].meta["example_value"].shape[0] for index in batch]
+    fixed_one = next((index for index, s in zip(batch, sizes) if isinstance(expression(s), int)), None)
+    if fixed_one is not None:
+        first = nodes[fixed_one]
+    for index in batch[1:] if fixed_one is None else ():
         # Inputs whose batch sizes never meet in an operation have symbols of their own. Comparing the two adds the
         # guard that they are equal, and makes them one symbol; it fixes neither.
         _ = bool(nodes[index].meta["example_value"].shape[0] == first.meta["example_value"].shape[0])
@@ -187,7 +193,7 @@ def _batch_symbol(
     if not isinstance(size, sympy.Symbol):
         where = _where_specialised(first)
         raise CaptureError(
-            f"the model fixes its batch size to {size} (`{sources[batch[0]]}`), so it cannot be split into "
+            f"the model fixes its batch size to {size} (`{_source_name(first)}`), so it cannot be split into "
             f"micro-batches{where}; "
             "take sizes from tensors (`x.shape[0]`) instead of comparing or converting them to numbers"
         )

@@ -116,6 +116,10 @@ class LossReader:
             return [self._elementwise(node)]
         if is_call(node, "mean", "sum"):
             return self._reduction(node)
+        if node.op == "placeholder":
+            raise NotLinear(
+                node, "an earlier part of the model computes this scalar (a router's auxiliary loss?)"
+            )
         raise NotLinear(node, "no rule shares this operation out over micro-batches")
 
     def _per_sample(self, node: fx.Node) -> Term:

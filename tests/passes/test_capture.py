@@ -43,6 +43,17 @@ def test_inputs_whose_batches_never_meet_share_one_symbol():
     assert {i.shape[0] for i in tensors} == {captured.batch_symbol}
 
 
+def test_tensor_passed_before_does_not_keep_its_companions_fixed():
+    def together(x, y):
+        return (x * y).sum()
+
+    x = torch.randn(4, 3)
+    capture_model(together, {"x": x, "y": torch.randn(4, 3)})
+    captured, _ = capture_model(lambda x, y: x.sum() + y.sum(), {"x": x, "y": torch.randn(4, 3)})
+    tensors = [i for i in captured.inputs if i.kind is InputKind.INPUT]
+    assert [i.per_sample for i in tensors] == [True, True]
+
+
 def test_graph_runs_at_another_batch_size():
     captured, args = capture_model(Model(), {"x": torch.randn(4, 3, 6), "shift": torch.randn(1, 5)})
     half = [
