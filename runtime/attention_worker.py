@@ -165,9 +165,10 @@ class AttentionWorker(Worker):
             tangents[position] = tangents[position] + shaped if position in tangents else shaped
 
         if spec.dispatch is not None:
-            tokens_grad, weights_grad = self.read(f"dispatch_bwd.{boundary}", microbatch)  # type: ignore[misc]
-            add(spec.dispatch.tokens, tokens_grad)
-            add(spec.dispatch.weights, weights_grad)
+            arrived = self.read(f"dispatch_bwd.{boundary}", microbatch)
+            assert isinstance(arrived, tuple)
+            add(spec.dispatch.tokens, arrived[0])
+            add(spec.dispatch.weights, arrived[1])
             for position, gradient in zip(
                 spec.carried, self._carried_grads_of(spec, microbatch), strict=True
             ):

@@ -72,7 +72,7 @@ class BoundParameter:
 
     def check(self, current: torch.Tensor) -> None:
         """Raises DisagMoEError if `current`, the parameter of this call, is not what was bound."""
-        if current is not self.reference():
+        if self.parameter is not current:
             raise self._changed(
                 "was replaced by another Parameter", "assign to its .data or use load_state_dict"
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,24 @@ from disagmoe_compile.plan.ir import Plan, Transfer
 from disagmoe_compile.runtime.failure import describe_failure
 from disagmoe_compile.runtime.messages import Receiving, ReceivingRouted, Sending, send
 from disagmoe_compile.runtime.timeline import Event
+from disagmoe_compile.runtime.transport.base import Work
 from disagmoe_compile.runtime.worker import StepInputs, Worker
 
 Key = tuple[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """Gradients of one stage under way to their sum over the replicas, as one flat tensor."""
+
+    fqns: list[str]
+    sizes: list[int]
+    flat: torch.Tensor
+    work: Work
+
+
 class Executor:
-    """`events` of the last step, in the order of execution; `sent_bytes` per transfer since the start, as the plan counts them."""
+    """`events` of the last step, in the order of execution; `sent_bytes` per transfer since the start, as a plan counts."""
 
     def __init__(self, plan: Plan, worker: Worker, store: dist.Store | None = None) -> None:
         self.plan, self.worker, self._store = plan, worker, store
@@ -186,11 +197,6 @@ class Executor:
         transfer = self._transfer(action)
         other = transfer.dst if action.stage == transfer.src else transfer.src
         return [rank for rank in self.plan.topology.ranks_of_stage(other) if rank != self.worker.rank]
-
-
-class _Reduction:
-    def __init__(self, fqns: list[str], sizes: list[int], flat: torch.Tensor, work: object) -> None:
-        self.fqns, self.sizes, self.flat, self.work = fqns, sizes, flat, work
 
 
 def _key(action: Action) -> Key:

@@ -27,6 +27,7 @@ from disagmoe_compile.runtime.attention_worker import AttentionWorker
 from disagmoe_compile.runtime.binding import Binding
 from disagmoe_compile.runtime.executor import Executor
 from disagmoe_compile.runtime.failure import default_store, describe_failure
+from disagmoe_compile.runtime.nonfinite import spread_nonfinite
 from disagmoe_compile.runtime.outputs import UnmaterialisedOutput
 from disagmoe_compile.runtime.retrace import present_global_shapes
 from disagmoe_compile.runtime.rng import draw_call_seed
@@ -155,21 +156,16 @@ class Session:
             )
         with self._explained("planning and compiling"):
             self._prepared = prepared = self._prepare(arguments)
-        if self._trains and torch.is_grad_enabled():
-            assert self._loss is not None
+        loss: torch.Tensor | None = None
+        if self._trains:
             loss = _Pipeline.apply(self, prepared, *arguments)
+        elif self._loss is not None:
+            loss = self.run(prepared, arguments, None)
         else:
-            loss = (
-                self._run(prepared, arguments, None)
-                if self._loss is not None
-                else self._run_outputs(prepared, arguments)
-            )
+            self._execute(prepared, arguments, None)
         return tuple(self._output(output, prepared, loss) for output in self._outputs)
 
-    def _run_outputs(self, prepared: Prepared, arguments: Sequence[object]) -> None:
-        self._execute(prepared, arguments, None)
-
-    def _run(self, prepared: Prepared, arguments: Sequence[object], seed: float | None) -> torch.Tensor:
+    def run(self, prepared: Prepared, arguments: Sequence[object], seed: float | None) -> torch.Tensor:
         """The loss, on every rank. Gradients stay with the worker."""
         assert self._loss is not None
         scales = self._loss.scales(arguments)
@@ -199,9 +195,15 @@ class Session:
         self._events.append(executor.events)
         self.step_count += 1
 
-    def gradients(self, prepared: Prepared) -> list[torch.Tensor | None]:
-        """By argument position, for parameters that this rank owns."""
+    def take_gradients(self, prepared: Prepared) -> list[torch.Tensor | None]:
+        """By argument position, of parameters that this rank owns; the worker's are gone afterwards.
+
+        Under a GradScaler (a seed other than 1) an overflow on one rank is made known to all, so that all skip the step.
+        """
         worker = prepared.executor.worker
+        if self._seed != 1.0:
+            with self._explained("looking for overflows"):
+                spread_nonfinite(list(worker.gradients.values()), self._world)
         found: list[torch.Tensor | None] = [None] * (1 + max(self._parameters, default=-1))
         for position, fqn in self._parameters.items():
             found[position] = worker.gradients.get(fqn)
@@ -253,8 +255,8 @@ class _Pipeline(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, session: Session, prepared: Prepared, *arguments: object) -> torch.Tensor:
         ctx.session, ctx.seed = session, session._seed
-        loss = session._run(prepared, arguments, session._seed)
-        ctx.gradients = session.gradients(prepared)
+        loss = session.run(prepared, arguments, session._seed)
+        ctx.gradients = session.take_gradients(prepared)
         ctx.n_arguments = len(arguments)
         return loss
 

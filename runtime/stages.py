@@ -26,9 +26,14 @@ class CompiledStage(Protocol):
     whether `backward_input` + `backward_weight` do less before the input gradient is out than `backward` does.
     """
 
-    tangents: tuple[int, ...]
-    weight_inputs: frozenset[int]
-    splits_weight_gradient: bool
+    @property
+    def tangents(self) -> tuple[int, ...]: ...
+
+    @property
+    def weight_inputs(self) -> frozenset[int]: ...
+
+    @property
+    def splits_weight_gradient(self) -> bool: ...
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Saved]: ...
 

@@ -88,14 +88,18 @@ def _through_dynamo(error: DisagMoEError) -> DisagMoEError:
     passing = type(kind.__name__, (_Passing, kind), {"__module__": kind.__module__})
     one: DisagMoEError = passing.__new__(passing, *error.args)
     one.args = error.args
-    one.__dict__.update(error.__dict__)
+    one.__dict__.update(error.__dict__, message=str(error))
     return one
 
 
 class _Passing(ShortenTraceback):
-    """What Dynamo looks for; None means that it leaves the traceback alone."""
+    """What Dynamo looks for. It also keeps our one line: Dynamo adds advice about its own logs to every message."""
 
     first_useful_frame = None
+    message: str
+
+    def __str__(self) -> str:
+        return self.message
 
 
 _launch = Launch.from_environment()

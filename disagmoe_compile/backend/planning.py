@@ -219,47 +219,50 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _stages(
     programs: ModelPrograms, fqns: Mapping[int, str], micro: Sizes, topology: Topology
 ) -> tuple[Stage, ...]:
-    stages: list[Stage] = []
     owner: dict[str, int] = {}
     for program in programs.attention:
-        used = _parameters(program.inputs, fqns)
-        trained = _parameters([i for i in program.inputs if i.requires_grad], fqns)
-        for fqn in trained:
+        for fqn in _parameters([i for i in program.inputs if i.requires_grad], fqns):
             owner.setdefault(fqn, program.stage)
-        stages.append(
-            Stage(
-                index=program.stage,
-                role=Role.ATTENTION,
-                layers=program.layers,
-                inputs=_input_specs(program.tensor_inputs, micro),
-                outputs=tuple(
-                    TensorSpec(o.name, bind(o.shape, micro), dtype_name(o.dtype)) for o in program.outputs
-                ),
-                param_fqns=used,
-                owned_fqns=tuple(fqn for fqn in trained if owner[fqn] == program.stage),
-                forward_flops=attention_flops(program, micro),
-                activation_bytes=activation_bytes(program, micro),
-            )
-        )
-    for program, before in zip(programs.experts, programs.attention):
-        n_pairs = tokens_of(before, micro) * program.top_k
-        rows = TensorSpec("rows", (n_pairs, program.in_features), dtype_name(program.token_dtype))
-        out = TensorSpec("out", (n_pairs, program.out_features), dtype_name(program.out_dtype))
-        stages.append(
-            Stage(
-                index=program.stage,
-                role=Role.FFN,
-                layers=program.layers,
-                inputs=(rows, TensorSpec("weights", (n_pairs,), dtype_name(program.weight_dtype))),
-                outputs=(out,),
-                param_fqns=_parameters(program.params, fqns),
-                owned_fqns=_parameters([p for p in program.params if p.requires_grad], fqns),
-                num_experts=program.num_experts,
-                forward_flops=expert_flops(program, tokens_of(before, micro)) * topology.attention_group_size,
-                activation_bytes=rows.nbytes() + out.nbytes(),
-            )
-        )
+    stages = [_attention_stage(program, fqns, micro, owner) for program in programs.attention]
+    for experts, before in zip(programs.experts, programs.attention):
+        stages.append(_expert_stage(experts, fqns, tokens_of(before, micro), topology.attention_group_size))
     return tuple(sorted(stages, key=lambda s: s.index))
+
+
+def _attention_stage(
+    program: AttentionProgram, fqns: Mapping[int, str], micro: Sizes, owner: Mapping[str, int]
+) -> Stage:
+    used = _parameters(program.inputs, fqns)
+    return Stage(
+        index=program.stage,
+        role=Role.ATTENTION,
+        layers=program.layers,
+        inputs=_input_specs(program.tensor_inputs, micro),
+        outputs=tuple(TensorSpec(o.name, bind(o.shape, micro), dtype_name(o.dtype)) for o in program.outputs),
+        param_fqns=used,
+        owned_fqns=tuple(fqn for fqn in used if owner.get(fqn) == program.stage),
+        forward_flops=attention_flops(program, micro),
+        activation_bytes=activation_bytes(program, micro),
+    )
+
+
+def _expert_stage(program: ExpertsProgram, fqns: Mapping[int, str], n_tokens: int, n_sources: int) -> Stage:
+    n_pairs = n_tokens * program.top_k
+    rows = TensorSpec("rows", (n_pairs, program.in_features), dtype_name(program.token_dtype))
+    weights = TensorSpec("weights", (n_pairs,), dtype_name(program.weight_dtype))
+    out = TensorSpec("out", (n_pairs, program.out_features), dtype_name(program.out_dtype))
+    return Stage(
+        index=program.stage,
+        role=Role.FFN,
+        layers=program.layers,
+        inputs=(rows, weights),
+        outputs=(out,),
+        param_fqns=_parameters(program.params, fqns),
+        owned_fqns=_parameters([p for p in program.params if p.requires_grad], fqns),
+        num_experts=program.num_experts,
+        forward_flops=expert_flops(program, n_tokens) * n_sources,
+        activation_bytes=rows.nbytes() + out.nbytes(),
+    )
 
 
 def _parameters(inputs: Sequence[StageInput], fqns: Mapping[int, str]) -> tuple[str, ...]:

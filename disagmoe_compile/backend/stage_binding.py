@@ -156,8 +156,9 @@ class StageBinder:
             compiled=compiled,
             sources=tuple(self._source(one, micro) for one in program.tensor_inputs),
             outputs=tuple((bind(o.shape, micro), o.dtype) for o in program.outputs),
-            dispatch=dispatch
-            and DispatchOutputs(dispatch.tokens, dispatch.token_ids, dispatch.expert_ids, dispatch.weights),
+            dispatch=None
+            if dispatch is None
+            else DispatchOutputs(dispatch.tokens, dispatch.token_ids, dispatch.expert_ids, dispatch.weights),
             carried=program.carried,
             model_outputs=program.model_outputs,
             loss_numerators=program.loss_numerators,

@@ -117,6 +117,8 @@ def num_experts_of(model: torch.nn.Module) -> int | None:
     from disagmoe_compile.models.hf import ALIASES
 
     config = getattr(model, "config", None)
+    if config is None:
+        return None
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return next((getattr(text, name) for name in ALIASES["num_experts"] if hasattr(text, name)), None)
 

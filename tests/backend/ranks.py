@@ -34,6 +34,9 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
 
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
     @property
     def world_size(self) -> int:
         return self.groups * (self.attention + self.ffn)

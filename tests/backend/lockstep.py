@@ -1,0 +1,162 @@
+"""A script that does more than a plain loop, in lockstep with eager on every rank. Returns what differed, by name of the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from ranks import Case, batch, make_model, optimizer_of
+
+from disagmoe_compile.runtime.binding import holder_of
+from disagmoe_compile.runtime.clip import clip_grad_norm_
+from disagmoe_compile.testing.parity import relative_error
+
+
+class Lockstep:
+    """The compiled model and its eager twin."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.model, self.twin = make_model(case), make_model(case)
+        self.optimizer, self.twin_optimizer = optimizer_of(self.model), optimizer_of(self.twin)
+        self.compiled = torch.compile(self.model, backend="disagmoe", options=case.compile_options)
+        self.errors: dict[str, float] = {}
+
+    def batch(self, seed: int, batch_size: int = 8, seq_length: int = 16) -> dict[str, torch.Tensor]:
+        return batch(Case(batch_size=batch_size, seq_length=seq_length), seed)
+
+    def part(self, parameter: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor | None:
+        holder = holder_of(parameter)
+        assert holder is not None
+        if not holder.bound.is_owned:
+            return None
+        rows = holder.bound.placement.ranges[holder.bound.rank]
+        return whole if rows is None else whole[slice(*rows)]
+
+    def note(self, name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+        self.errors[name] = max(self.errors.get(name, 0.0), relative_error(ours, theirs))
+
+    def compare_gradients(self, name: str) -> None:
+        for parameter, twin in zip(self.model.parameters(), self.twin.parameters(), strict=True):
+            expected = None if twin.grad is None else self.part(parameter, twin.grad)
+            assert (parameter.grad is None) == (expected is None)
+            if parameter.grad is not None and expected is not None:
+                self.note(name, parameter.grad, expected)
+
+    def step(self) -> None:
+        for optimizer in (self.optimizer, self.twin_optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def train(self, name: str, **batch: torch.Tensor) -> None:
+        loss, twin = self.compiled(**batch).loss, self.twin(**batch).loss
+        loss.backward()
+        twin.backward()
+        self.note(name, loss, twin)
+        self.compare_gradients(name)
+        self.step()
+
+
+def run_lockstep(case: Case) -> dict[str, Any]:
+    torch.manual_seed(0)
+    both = Lockstep(case)
+    both.train("first step", **both.batch(0))
+
+    both.model.eval(), both.twin.eval()
+    with torch.no_grad():
+        both.note("evaluation", both.compiled(**both.batch(1)).loss, both.twin(**both.batch(1)).loss)
+        ids = both.batch(2)["input_ids"]
+        both.note("logits", both.compiled(input_ids=ids).logits, both.twin(input_ids=ids).logits)
+    both.model.train(), both.twin.train()
+    both.train("training after evaluation", **both.batch(3))
+
+    both.train("smaller batch", **both.batch(4, batch_size=4))
+    both.train("longer sequences", **both.batch(5, batch_size=4, seq_length=24))
+    both.train("first shape again", **both.batch(6))
+
+    for model in (both.compiled, both.twin):
+        (model(**both.batch(7)).loss * 0.5 + 3 * model(**both.batch(8)).loss).backward()
+    both.compare_gradients("sum of two scaled losses")
+    norm = clip_grad_norm_(both.model.parameters(), 0.1)
+    both.note("norm", norm, torch.nn.utils.clip_grad_norm_(both.twin.parameters(), 0.1))
+    both.compare_gradients("clipped gradients")
+    both.step()
+    both.train("after clipping", **both.batch(9))
+
+    state = both.model.state_dict()
+    shapes = {name: tuple(value.shape) for name, value in state.items()}
+    expected_shapes = {name: tuple(value.shape) for name, value in both.twin.state_dict().items()}
+    random_state = torch.get_rng_state()
+    return {
+        "errors": both.errors,
+        "shapes": shapes,
+        "expected_shapes": expected_shapes,
+        "random_state": random_state,
+    }
+
+
+def outcomes_of_bad_calls(case: Case) -> dict[str, str]:
+    """Messages of what must be refused, on this rank."""
+    rank = torch.distributed.get_rank()
+    messages: dict[str, str] = {}
+
+    def attempt(name: str, call: Any) -> None:
+        try:
+            call()
+        except Exception as error:
+            messages[name] = f"{type(error).__name__}: {error}"
+        else:
+            messages[name] = "no error"
+
+    torch.manual_seed(0)
+    model = make_model(case)
+    optimizer = optimizer_of(model)
+    compiled = torch.compile(model, backend="disagmoe", options=case.compile_options)
+    compiled(**batch(case, 0)).loss.backward()
+    attempt(
+        "own clipping", lambda: (torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3), optimizer.step())
+    )
+    output = compiled(**batch(case, 1))
+    attempt("touching logits", lambda: output.logits.sum())
+    attempt("twice backward", lambda: (output.loss.backward(retain_graph=True), output.loss.backward()))
+    attempt("indivisible batch", lambda: compiled(**batch(Case(batch_size=5), 1)))
+    attempt("other batches", lambda: compiled(**batch(case, 100 + rank)))
+    torch._dynamo.reset()
+    attempt(
+        "no MoE region",
+        lambda: torch.compile(torch.nn.Linear(4, 4), backend="disagmoe", options=case.compile_options)(
+            torch.ones(4, 4)
+        ),
+    )
+    attempt(
+        "world size",
+        lambda: torch.compile(
+            make_model(case),
+            backend="disagmoe",
+            options={"attention_group_size": 7, "stage_compiler": "eager"},
+        )(**batch(case, 0)),
+    )
+
+    def graph_break(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    class Breaks(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return graph_break(self.layer(x))
+
+    attempt(
+        "graph break",
+        lambda: torch.compile(Breaks(), backend="disagmoe", options=case.compile_options)(torch.ones(4, 4)),
+    )
+    loop = make_model(case)
+    loop.set_experts_implementation("eager")
+    attempt(
+        "loop over hit experts",
+        lambda: torch.compile(loop, backend="disagmoe", options=case.compile_options)(**batch(case, 0)),
+    )
+    return messages

@@ -1,0 +1,59 @@
+"""What a script may do besides a plain loop, and what it is told when it may not. Real processes over gloo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lockstep import outcomes_of_bad_calls, run_lockstep
+from ranks import Case
+
+SMALL = Case(attention=1, ffn=2, n_microbatches=2)
+
+
+@pytest.fixture(scope="module")
+def ranks(pool):
+    return pool.run(run_lockstep, SMALL, world_size=3, process_group=False, timeout_s=290)
+
+
+def test_evaluation_new_shapes_accumulation_and_clipping_equal_eager(ranks):
+    for rank in ranks:
+        assert len(rank["errors"]) == 11
+        assert all(error <= 1e-4 for error in rank["errors"].values()), rank["errors"]
+
+
+def test_the_state_dict_has_the_models_names_and_shapes_on_every_rank(ranks):
+    for rank in ranks:
+        assert rank["shapes"] == rank["expected_shapes"]
+
+
+def test_the_global_random_state_stays_in_step(ranks):
+    assert all(torch.equal(rank["random_state"], ranks[0]["random_state"]) for rank in ranks)
+
+
+@pytest.fixture(scope="module")
+def refusals(pool):
+    case = Case(attention=1, ffn=1, n_microbatches=2)
+    return pool.run(outcomes_of_bad_calls, case, world_size=2, timeout_s=290)
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("own clipping", "use disagmoe_compile.clip_grad_norm_"),
+        ("touching logits", "gather_outputs"),
+        ("twice backward", "backward() a second time"),
+        (
+            "indivisible batch",
+            "batch of 5 samples is not divisible by attention_group_size * n_microbatches = 1 * 2",
+        ),
+        ("other batches", "rank 1 differs from rank 0 in the batch"),
+        ("no MoE region", "no MoE region found"),
+        ("world size", "group sizes do not match the world size: attention_group_size=7, world size 2"),
+        ("graph break", "lockstep.py:"),
+        ("loop over hit experts", 'model.set_experts_implementation("grouped_mm")'),
+    ],
+)
+def test_bad_input_is_one_clear_line_on_every_rank(refusals, what, says):
+    for messages in refusals:
+        assert says in messages[what]
+        assert "\n" not in messages[what]
