@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from disagmoe_compile.passes.aliasing import written
 from disagmoe_compile.passes.metadata import is_tensor
 
 Stop = Callable[[fx.Node], bool]
@@ -65,7 +66,8 @@ class Cutter:
     def _reach(self, outputs: Sequence[fx.Node], stop: Stop) -> tuple[set[fx.Node], set[fx.Node]]:
         inner: set[fx.Node] = set()
         inputs: set[fx.Node] = set()
-        pending = list(outputs)
+        # An output is read when the part is done: whatever the part writes to its storage belongs to it.
+        pending = [*outputs, *(w for node in outputs for w in self._writers(node) if not stop(w))]
         while pending:
             node = pending.pop()
             if node in inner or node in inputs:
@@ -75,8 +77,15 @@ class Cutter:
                 continue
             inner.add(node)
             pending += node.all_input_nodes
-            pending += self.edges[node]
+            # A storage that comes from an earlier part comes as that part left it, its writes done.
+            pending += [writer for writer in self.edges[node] if not stop(writer)]
         return inner, inputs
+
+    def _writers(self, node: fx.Node) -> list[fx.Node]:
+        root = self.roots[node]
+        return [
+            other for other in self.graph_module.graph.nodes if self.roots[other] is root and written(other)
+        ]
 
     def _owned(
         self,

@@ -67,6 +67,7 @@ class LabelRoles:
         together = _written_storages(graph, roots)
         inputs = _dependencies(graph, edges, together)
         levels = _levels(graph, edges, roots, together, inputs)
+        _reject_late_writes(graph, together, levels)
         for node in graph.nodes:
             if node.op != "output":
                 node.meta[PLACEMENT] = _placement(node, levels[node], inputs[node])
@@ -176,6 +177,21 @@ def _levels(
         if new == floors:
             return levels
         floors = new
+
+
+def _reject_late_writes(
+    graph: fx.Graph, together: Mapping[fx.Node, list[fx.Node]], levels: Mapping[fx.Node, int]
+) -> None:
+    """A later part reads a storage as the earlier part left it, so all writes must come before it in the model too."""
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    for root, members in together.items():
+        last = max((member for member in members if written(member)), key=position.__getitem__)
+        for reader in (user for member in members for user in member.users if user.op != "output"):
+            if levels[reader] > levels[root] and position[reader] < position[last]:
+                raise UnsupportedModelError(
+                    f"{describe(last)} writes in place to what {describe(reader)}, behind an MoE layer, read before; "
+                    "replace the in-place operation by one that returns a new tensor"
+                )
 
 
 def _placement(node: fx.Node, level: int, inputs: frozenset[str]) -> Placement:

@@ -82,6 +82,19 @@ def test_writer_without_readers_is_an_effect_of_its_storage():
     torch.testing.assert_close(head.module(*tensors)[0], captured.graph_module(*flat)[0])
 
 
+def test_returned_storage_holds_what_was_written_to_it_last():
+    def function(x0):
+        state = torch.zeros_like(x0)
+        total = (x0 * 2).sum()
+        state.copy_(x0 * 3)
+        return state, total
+
+    captured, flat = capture_model(function, {"x0": torch.randn(3, 4, requires_grad=True)})
+    program = partition_model(captured).programs.attention[0]
+    results = program.module(*(flat[i.position] for i in program.inputs))
+    torch.testing.assert_close(results[program.model_outputs[0]], captured.graph_module(*flat)[0])
+
+
 def test_write_to_a_buffer_is_refused_by_name():
     class Counter(torch.nn.Module):
         def __init__(self):
