@@ -92,6 +92,7 @@ def send(
     transport: Transport, tags: Tags, transfer: str, microbatch: int, messages: Sequence[Message]
 ) -> Sending:
     """Starts all sends. Tensors without elements are not sent: the receiver knows their size."""
+    messages = [Message(m.peer, tuple(tensor.contiguous() for tensor in m.tensors)) for m in messages]
     works, nbytes = [], 0
     for message in messages:
         for part, tensor in enumerate(message.tensors):

@@ -15,7 +15,8 @@ import torch
 import torch._dynamo.config
 from torch import nn
 from torch._dynamo.callback import CallbackArgs, callback_handler
-from torch._guards import TracingContext
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._guards import ChainedSource, Source, TracingContext
 
 from disagmoe_compile.errors import DisagMoEError
 from disagmoe_compile.runtime.binding import HOLDERS, holder_of, is_hollow
@@ -48,6 +49,16 @@ def drop_parameter_guards(sources: Collection[str]) -> int:
     for guard in found:
         guards.inner.discard(guard)
     return len(found)
+
+
+def guard_model_identity(source: Source) -> None:
+    """Makes Dynamo compile anew for another model of the same class; without parameter guards it would take the first one's code.
+
+    `source`: Dynamo's source of any parameter; its root is the model, or what holds it. Call it from the backend.
+    """
+    while isinstance(source, ChainedSource):
+        source = source.base
+    install_guard(source.make_guard(GuardBuilder.ID_MATCH))
 
 
 def present_global_shapes() -> None:

@@ -24,7 +24,7 @@ from disagmoe_compile.runtime.binding import Binding, bind
 from disagmoe_compile.runtime.optimizer_hooks import OptimizerGuard
 from disagmoe_compile.runtime.placement import placements
 from disagmoe_compile.runtime.process_group import PipelineGroups
-from disagmoe_compile.runtime.retrace import drop_parameter_guards
+from disagmoe_compile.runtime.retrace import drop_parameter_guards, guard_model_identity
 from disagmoe_compile.runtime.state_dict import install
 from disagmoe_compile.runtime.transport.process_group import ProcessGroupTransport
 
@@ -75,6 +75,8 @@ def bound_model(captured: CapturedGraph, partition: PartitionResult, options: Op
         position for position, fqn in fqns.items() if fqn in known.binding and known.binding[fqn].is_resharded
     ]
     drop_parameter_guards([captured.sources[position] for position in resharded])
+    nodes = captured.graph_module.graph.find_nodes(op="placeholder")
+    guard_model_identity(nodes[min(fqns)]._dynamo_source)
     return known
 
 

@@ -6,6 +6,7 @@ that runs this rank's part of a plan. In one process there is nothing to disaggr
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,6 +54,8 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
             f"no MoE region found in the model{_why_not(partition)}; "
             f"{dist.get_world_size()} ranks need one to split attention from experts: run one process, or another backend"
         )
+    if partition.batch_coupled:
+        warnings.warn(_coupled(partition.batch_coupled), stacklevel=2)
     model = bound_model(captured, partition, options)
     return make_session(captured, partition, model, options)
 
@@ -75,6 +78,13 @@ def _compile_alone(gm: fx.GraphModule, example_inputs: Sequence[Any], options: O
 def _dumps(options: Options) -> tuple[GraphDumper, ...]:
     writes = options.trace_dir and (not dist.is_initialized() or dist.get_rank() == 0)
     return (GraphDumper(options.trace_dir),) if writes and options.trace_dir else ()
+
+
+def _coupled(operations: Sequence[str]) -> str:
+    return (
+        f"disagmoe: {', '.join(operations)} mix samples of a batch; they act on each micro-batch of each attention rank, so the "
+        "numbers are those of eager on these slices, not on the whole batch"
+    )
 
 
 def _why_not(partition: PartitionResult) -> str:

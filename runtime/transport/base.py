@@ -32,7 +32,7 @@ class Deferred(Protocol[T_co]):
 
 
 class Transport(Protocol):
-    """Both sides of a message name the same size. Messages of no elements are never sent."""
+    """Both sides of a message name the same size. Tensors are contiguous; those of no elements are never sent."""
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work: ...
 

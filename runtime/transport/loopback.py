@@ -82,6 +82,8 @@ class LoopbackTransport:
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         key = (self._rank, dst, tag)
+        if not tensor.is_contiguous():
+            raise DisagMoEError(f"message {key} is not contiguous: no process group would send it")
         if key in self._mailbox.messages:
             raise DisagMoEError(f"two messages from rank {self._rank} to rank {dst} carry tag {tag}")
         self._mailbox.messages[key] = tensor.clone()

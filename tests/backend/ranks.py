@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from disagmoe_compile.models.hf import build
-from disagmoe_compile.plan.action import Action
+from disagmoe_compile.plan.action import COMPUTE_KINDS, Action
+from disagmoe_compile.plan.ir import Plan
+from disagmoe_compile.plan.serialize import dump
+from disagmoe_compile.plan.topology import Group
+from disagmoe_compile.plan.validate import validate
 from disagmoe_compile.runtime.executor import Executor
 
 LEARNING_RATE = 1e-3
@@ -176,3 +180,37 @@ def _result(
 
 def train_twice(case: Case) -> tuple[RankResult, RankResult]:
     return train(case), train(case)
+
+
+def train_with_edited_plan(case: Case, path: str) -> tuple[RankResult, list[str]]:
+    """Trains by a plan file in which two independent actions of the first group were exchanged by hand.
+
+    Returns the run and the edited list of this rank's group.
+    """
+    first = train(case)
+    plan = first.plan
+    group = plan.topology.groups[0]
+    actions = list(plan.training.of(group))
+    position = next(i for i in range(len(actions) - 1) if _validates_swapped(plan, group, i))
+    edited = swapped(plan, group, position)
+    if torch.distributed.get_rank() == 0:
+        dump(edited, path)
+    second = train(replace(case, options={**case.options, "plan": path}))
+    assert actions[position] != edited.training.of(group)[position]
+    mine = plan.topology.group_of_rank(torch.distributed.get_rank())
+    return second, [str(action) for action in edited.training.of(mine)]
+
+
+def swapped(plan: Plan, group: Group, position: int) -> Plan:
+    actions = list(plan.training.of(group))
+    actions[position : position + 2] = reversed(actions[position : position + 2])
+    return replace(
+        plan, training=replace(plan.training, actions={**plan.training.actions, group: tuple(actions)})
+    )
+
+
+def _validates_swapped(plan: Plan, group: Group, position: int) -> bool:
+    """Only swaps of two computations: they show in the order of work, not only of messages."""
+    here, following = plan.training.of(group)[position : position + 2]
+    is_compute = here.kind in COMPUTE_KINDS and following.kind in COMPUTE_KINDS
+    return is_compute and not validate(swapped(plan, group, position))
