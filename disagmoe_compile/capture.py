@@ -31,7 +31,6 @@ __all__ = [
     "AutocastState",
     "CapturedGraph",
     "capture",
-    "check_graph_break",
     "module_of_source",
     "qualified_name",
     "root_module",
@@ -261,48 +260,3 @@ def _autocast(example_inputs: Sequence[Any]) -> AutocastState:
     return AutocastState(
         device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     )
-
-
-def check_graph_break(graph_module: fx.GraphModule) -> None:
-    """Raises CaptureError if this graph is a part of the model only. Call it before anything is sharded."""
-    reason = getattr(graph_module, "compile_subgraph_reason", None)
-    if reason is None or not reason.graph_break:
-        return
-    frame = reason.user_stack[-1] if reason.user_stack else None
-    where = f"{frame.filename}:{frame.lineno}" if frame is not None else "an unknown line"
-    text = str(reason.reason).strip()
-    raise CaptureError(
-        f"torch.compile broke the model's graph at {where}: "
-        f"{text.splitlines()[0] if text else 'no reason given'}. " + _advice(graph_module, text, where)
-    )
-
-
-def _advice(graph_module: fx.GraphModule, reason: str, where: str) -> str:
-    if _loops_over_hit_experts(reason, where):
-        return (
-            "This experts implementation loops over the experts that were hit, which cannot be traced; "
-            'choose one that can: model.set_experts_implementation("grouped_mm")'
-        )
-    return (
-        "A model on several ranks must be one graph; move that line out of the compiled module "
-        "(torch.compile(fullgraph=True) lists every break)"
-    )
-
-
-def _loops_over_hit_experts(reason: str, where: str) -> bool:
-    is_data_dependent = any(
-        word in reason.lower()
-        for word in ("data dependent", "data-dependent", "dynamic shape", "nonzero", "u0")
-    )
-    filename, _, line = where.rpartition(":")
-    return (
-        is_data_dependent
-        and "transformers" in filename
-        and _mentions_expert(filename, int(line) if line.isdigit() else 0)
-    )
-
-
-def _mentions_expert(filename: str, line: int) -> bool:
-    import linecache
-
-    return any("expert" in linecache.getline(filename, n) for n in range(max(line - 3, 1), line + 4))

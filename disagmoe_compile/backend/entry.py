@@ -17,9 +17,10 @@ from torch._dynamo.exc import ShortenTraceback
 
 from disagmoe_compile.backend.bound_model import OPTIMIZER_GUARD, bound_model
 from disagmoe_compile.backend.graph_session import make_session
-from disagmoe_compile.capture import capture, check_graph_break
+from disagmoe_compile.capture import capture, root_module
 from disagmoe_compile.config import Options
 from disagmoe_compile.errors import DisagMoEError, InputError, UnsupportedModelError
+from disagmoe_compile.graph_breaks import check_graph_break, check_whole_model
 from disagmoe_compile.inspect.dump import GraphDumper
 from disagmoe_compile.passes.pipeline import PartitionResult, partition_model
 from disagmoe_compile.runtime.process_group import Launch, ensure_process_group
@@ -46,6 +47,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
             "move the model to the CPU or run one process"
         )
     check_graph_break(gm)
+    check_whole_model(root_module())
     require_global_shapes(e for e in example_inputs if isinstance(e, torch.nn.Parameter))
     captured = capture(gm, example_inputs)
     partition = partition_model(captured, observers=_dumps(options), loss_reduction=options.loss_reduction)

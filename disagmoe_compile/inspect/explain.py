@@ -16,8 +16,9 @@ import sympy
 import torch
 from torch import fx, nn
 
-from disagmoe_compile.capture import CapturedGraph, capture, check_graph_break
+from disagmoe_compile.capture import CapturedGraph, capture
 from disagmoe_compile.errors import CaptureError, DisagMoEError, InputError
+from disagmoe_compile.graph_breaks import check_graph_break
 from disagmoe_compile.passes.base import Observer, PassReport
 from disagmoe_compile.passes.pipeline import PartitionResult, partition_model
 from disagmoe_compile.passes.program import (
