@@ -26,16 +26,15 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """Gradients of one stage under way to their sum over the replicas, as one flat tensor."""
+    """Gradients of one dtype under way to their sum over the replicas, as one flat tensor."""
 
     fqns: list[str]
-    sizes: list[int]
     flat: torch.Tensor
     work: Work
 
 
 class Executor:
-    """`events` of the last step, in the order of execution; `sent_bytes` per transfer since the start, as a plan counts."""
+    """After a step, `events` holds what was done, in the order of doing it, and `sent_bytes` the bytes per transfer."""
 
     def __init__(self, plan: Plan, worker: Worker, store: dist.Store | None = None) -> None:
         self.plan, self.worker, self._store = plan, worker, store
@@ -53,26 +52,26 @@ class Executor:
             ActionKind.OVERLAP: self._overlap,
         }
         self._owned = {s.index: s.owned_fqns for s in plan.stages}
-        self.sent_bytes: dict[str, int] = {}
-        self.step_count = 0
 
-    def begin(self, step: StepInputs) -> None:
+    def begin(self, step: StepInputs, number: int = 0) -> None:
+        """Starts from nothing; `number` is the step's, for its events."""
         self.worker.begin(step)
+        self._number = number
+        self.sent_bytes: dict[str, int] = {}
         self.events: list[Event] = []
         self._sending: dict[Key, Sending] = {}
         self._receiving: dict[Key, Receiving | ReceivingRouted] = {}
-        self._reducing: dict[str, _Reduction] = {}
+        self._reducing: dict[str, list[_Reduction]] = {}
         self._started: dict[tuple[ActionKind, Key], int] = {}
 
     def run(self, actions: Sequence[Action]) -> None:
         for action in actions:
             self.run_action(action)
-        self.step_count += 1
 
     def run_action(self, action: Action) -> None:
         """An error is reported to the other ranks through `store`; where a message fails, it names the rank that failed first."""
         index, start = len(self.events), time.time()
-        self.events.append(Event(str(action), str(action.stream), start, start, step=self.step_count))
+        self.events.append(Event(str(action), str(action.stream), start, start, step=self._number))
         try:
             nbytes = self._handlers[action.kind](action)
         except Exception as error:
@@ -84,7 +83,7 @@ class Executor:
     def can_run(self, action: Action) -> bool:
         """Whether the action would not block. For the loopback transport, which runs all ranks in turn on one thread."""
         if action.kind is ActionKind.REDUCE_GRAD:
-            return self._reduction(action).work.ready()
+            return all(one.work.ready() for one in self._reductions(action))
         if action.kind is ActionKind.WAIT and action.transfer is not None and not self._is_sender(action):
             return self._receiving[_key(action)].ready()
         return True
@@ -148,27 +147,33 @@ class Executor:
         return 0
 
     def _reduce_gradients(self, action: Action) -> int:
-        reduction = self._reduction(action)
-        reduction.work.wait()
-        for fqn, part in zip(reduction.fqns, reduction.flat.split(reduction.sizes), strict=True):
-            gradient = self.worker.gradients[fqn]
-            gradient.copy_(part.view_as(gradient))
+        gradients, nbytes = self.worker.gradients, 0
+        for reduction in self._reductions(action):
+            reduction.work.wait()
+            parts = reduction.flat.split([gradients[fqn].numel() for fqn in reduction.fqns])
+            for fqn, part in zip(reduction.fqns, parts, strict=True):
+                gradients[fqn] = part.view_as(
+                    gradients[fqn]
+                ).clone()  # not a view: it would keep the whole alive
+            nbytes += reduction.flat.numel() * reduction.flat.element_size()
         del self._reducing[str(action)]
-        nbytes = reduction.flat.numel() * reduction.flat.element_size()
         self._count_sent(str(action.transfer), nbytes)
         return nbytes
 
-    def _reduction(self, action: Action) -> _Reduction:
-        """The sum over the replicas, started on first sight."""
+    def _reductions(self, action: Action) -> list[_Reduction]:
+        """The sums over the replicas, one a dtype, started on first sight."""
         if str(action) not in self._reducing:
-            gradients = self.worker.gradients
-            fqns = [fqn for fqn in self._owned[action.stage] if fqn in gradients]
-            flat = torch.cat([gradients[fqn].reshape(-1) for fqn in fqns])
-            ranks = self.plan.topology.ranks_of_group(self.worker.group)
-            work = self.worker.transport.all_reduce(flat, ranks, self.worker.tags.of(str(action.transfer), 0))
-            self._reducing[str(action)] = _Reduction(
-                fqns, [gradients[fqn].numel() for fqn in fqns], flat, work
-            )
+            worker = self.worker
+            by_dtype: dict[torch.dtype, list[str]] = {}
+            for fqn in self._owned[action.stage]:
+                if fqn in worker.gradients:
+                    by_dtype.setdefault(worker.gradients[fqn].dtype, []).append(fqn)
+            ranks = self.plan.topology.ranks_of_group(worker.group)
+            reductions = self._reducing[str(action)] = []
+            for part, fqns in enumerate(by_dtype.values()):
+                flat = torch.cat([worker.gradients[fqn].reshape(-1) for fqn in fqns])
+                work = worker.transport.all_reduce(flat, ranks, worker.tags.of(str(action.transfer), 0, part))
+                reductions.append(_Reduction(fqns, flat, work))
         return self._reducing[str(action)]
 
     # ---- small things

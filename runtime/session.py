@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -105,6 +105,7 @@ class Session:
         self._seed = 1.0
         self._prepared: Prepared | None = None
         self._events: deque[list[Event]] = deque(maxlen=_STEPS_KEPT)
+        self._sent_bytes: Counter[str] = Counter()
         self.step_count = 0
         self.created = next(_COUNTER)
         _SESSIONS.add(self)
@@ -129,7 +130,8 @@ class Session:
 
     @property
     def sent_bytes(self) -> Mapping[str, int]:
-        return self._current.executor.sent_bytes
+        """Per transfer, since the first step."""
+        return self._sent_bytes
 
     @property
     def parameter_bytes(self) -> int:
@@ -163,7 +165,9 @@ class Session:
             loss = self.run(prepared, arguments, None)
         else:
             self._execute(prepared, arguments, None)
-        return tuple(self._output(output, prepared, loss) for output in self._outputs)
+        outputs = tuple(self._output(output, prepared, loss) for output in self._outputs)
+        prepared.executor.worker.end()
+        return outputs
 
     def run(self, prepared: Prepared, arguments: Sequence[object], seed: float | None) -> torch.Tensor:
         """The loss, on every rank. Gradients stay with the worker."""
@@ -189,10 +193,12 @@ class Session:
                 parameters={fqn: arguments[i].detach() for i, fqn in self._parameters.items()},  # type: ignore[attr-defined]
                 tangents=tangents,
                 call_seed=self._call_seed,
-            )
+            ),
+            self.step_count,
         )
         executor.run(prepared.actions)
         self._events.append(executor.events)
+        self._sent_bytes.update(executor.sent_bytes)
         self.step_count += 1
 
     def take_gradients(self, prepared: Prepared) -> list[torch.Tensor | None]:

@@ -54,10 +54,15 @@ class Worker(ABC):
     def begin(self, step: StepInputs) -> None:
         self.step = step
         self.gradients = {}
+        self._own_gradients: set[str] = set()
         self._saved: dict[tuple[int, int], Saved] = {}
         self._weight_work: dict[tuple[int, int], Saved] = {}
         self._outgoing: dict[Key, list[Message]] = {}
         self._incoming: dict[Key, object] = {}
+
+    def end(self) -> None:
+        """Lets go of the step's tensors; nothing of it is needed once its results are taken."""
+        self.begin(StepInputs((), {}, None, 0))
 
     @property
     def trains(self) -> bool:
@@ -106,10 +111,14 @@ class Worker(ABC):
         return self.plan.topology.ranks_of_stage(stage)
 
     def add_gradient(self, fqn: str, gradient: torch.Tensor) -> None:
-        if fqn in self.gradients:
+        """Accumulates in place once the sum is a tensor of our own: what a stage returns may be a view of something in use."""
+        if fqn not in self.gradients:
+            self.gradients[fqn] = gradient
+        elif fqn in self._own_gradients:
             self.gradients[fqn] += gradient
         else:
-            self.gradients[fqn] = gradient
+            self.gradients[fqn] = self.gradients[fqn] + gradient
+            self._own_gradients.add(fqn)
 
     def read(self, transfer: str, microbatch: int) -> object:
         try:

@@ -15,9 +15,11 @@ from disagmoe_compile.backend.stage_binding import Sizes, StageBinder, bind_boun
 from disagmoe_compile.capture import CapturedGraph, symbol_values
 from disagmoe_compile.config import Options
 from disagmoe_compile.errors import UnsupportedModelError
+from disagmoe_compile.inspect.dump import GraphDumper
 from disagmoe_compile.passes.pipeline import PartitionResult
 from disagmoe_compile.passes.program import InputKind, LossProgram, ModelPrograms, bind
 from disagmoe_compile.passes.programs import without_outputs
+from disagmoe_compile.passes.step_graph import step_graph
 from disagmoe_compile.plan.ir import Plan
 from disagmoe_compile.plan.serialize import from_dict, to_dict
 from disagmoe_compile.plan.topology import Role
@@ -102,6 +104,7 @@ class _Preparer:
         if trains and not options.gather_outputs:
             programs = replace(programs, attention=tuple(without_outputs(p) for p in programs.attention))
         self._programs, self._outputs = programs, partition.programs.outputs
+        self._n_passes = len(partition.reports)
         self._prepared: dict[tuple[tuple[str, int], ...], Prepared] = {}
 
     def __call__(self, arguments: Sequence[object]) -> Prepared:
@@ -114,6 +117,10 @@ class _Preparer:
     def _prepare(self, sizes: Sizes) -> Prepared:
         world, rank = self._model.groups.world, dist.get_rank()
         plan = from_dict(json.loads(from_rank_zero(lambda: json.dumps(to_dict(self._plan(sizes))), world)))
+        if rank == 0 and self._options.trace_dir and plan.training is not None:
+            title = f"Training step of all groups, by plan {plan.fingerprint} ({plan.training.name})"
+            name = f"{self._n_passes:02d}_training_step.py"
+            GraphDumper(self._options.trace_dir).write(name, step_graph(plan), [title])
         micro = microbatch_sizes(self._programs, sizes, plan.workload.microbatch_size)
         device = torch.device("cpu")
         binder = StageBinder(
