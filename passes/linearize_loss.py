@@ -26,6 +26,7 @@ from disagmoe_compile.passes.program import InputKind
 from disagmoe_compile.passes.sizes import NoExpression, SizeBuilder, symbol_sources
 
 LOSS = "disagmoe_loss"  # graph module meta key: LossInfo, or None for a graph without a loss
+UNSPLIT_LOSS = "disagmoe_unsplit_loss"  # graph module meta key: the head before this pass, returning the loss
 DENOMINATORS = "loss_denominators"
 _INPUTS_ALONE = frozenset({InputKind.INPUT, InputKind.BUFFER, InputKind.SYMBOL})
 
@@ -58,6 +59,7 @@ class LinearizeLoss:
             return PassReport(notes=("no scalar output to differentiate: outputs are gathered",))
         before = len(graph_module.graph.nodes)
         rewriter = _Rewriter(graph_module, index, self.reduction)
+        graph_module.meta[UNSPLIT_LOSS] = rewriter.unsplit()
         terms = rewriter.read()
         graph_module.meta[LOSS] = rewriter.rewrite(terms)
         inserted = len(graph_module.graph.nodes) - before
@@ -161,6 +163,13 @@ class _Rewriter:
         loss = _head_value(graph_module, self.result)
         assert loss is not None, "loss_index returns a result of the head"
         self.loss = loss
+
+    def unsplit(self) -> fx.GraphModule:
+        """The head as it is now, with the loss as its only result; same inputs."""
+        graph, copies = fx.Graph(), {}
+        graph.graph_copy(self.head.graph, copies)
+        graph.output(copies[self.loss])
+        return fx.GraphModule(self.head, graph, class_name="UnsplitLoss")
 
     def read(self) -> list[Term]:
         computed = computed_nodes(self.head.graph, self.call)

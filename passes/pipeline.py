@@ -22,9 +22,10 @@ from disagmoe_compile.passes.find_regions import FindRegions
 from disagmoe_compile.passes.inline_checkpoint import InlineCheckpoint
 from disagmoe_compile.passes.insert_transfers import InsertTransfers
 from disagmoe_compile.passes.label_roles import LabelRoles
-from disagmoe_compile.passes.linearize_loss import LinearizeLoss
+from disagmoe_compile.passes.linearize_loss import UNSPLIT_LOSS, LinearizeLoss
 from disagmoe_compile.passes.manager import PassManager
 from disagmoe_compile.passes.partition import Partition
+from disagmoe_compile.passes.probe import coupled_by_numbers
 from disagmoe_compile.passes.program import ModelPrograms
 from disagmoe_compile.passes.programs import model_programs
 from disagmoe_compile.passes.rematerialize_sizes import RematerializeSizes
@@ -74,7 +75,9 @@ def partition_model(
     graph_module = working_copy(captured)
     reports = manager.run(graph_module, observers)
     programs = model_programs(graph_module, captured.batch_symbol)
-    coupled = batch_coupled(programs)
+    unsplit_loss = graph_module.meta.get(UNSPLIT_LOSS)
+    by_numbers = coupled_by_numbers(programs, captured, unsplit_loss, loss_reduction)
+    coupled = tuple(dict.fromkeys([*batch_coupled(programs), *by_numbers]))
     return PartitionResult(graph_module, programs, reports, fingerprint(programs, passes), coupled)
 
 

@@ -146,7 +146,8 @@ class Session:
     # ---- one call
     def __call__(self, *arguments: object) -> tuple[object, ...]:
         present_global_shapes()
-        self._binding.check({fqn: arguments[i] for i, fqn in self._parameters.items()})  # type: ignore[misc]
+        with self._explained("checking parameters"):
+            self._binding.check({fqn: arguments[i] for i, fqn in self._parameters.items()})  # type: ignore[misc]
         self._call_seed = draw_call_seed() if self._uses_rng else 0
         with self._explained("comparing batches"):
             inputs = [arguments[i] for i in self._inputs]

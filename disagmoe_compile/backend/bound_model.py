@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -37,6 +38,7 @@ class BoundModel:
     transport: ProcessGroupTransport
 
 
+_SAME_MODEL = "every rank must build the same model and call it in the same way"
 OPTIMIZER_GUARD = OptimizerGuard()  # one per process: optimizers know parameters, not models
 _MODELS: weakref.WeakKeyDictionary[nn.Module, BoundModel] = weakref.WeakKeyDictionary()
 
@@ -48,7 +50,10 @@ def bound_model(captured: CapturedGraph, partition: PartitionResult, options: Op
     """
     world = dist.group.WORLD
     assert world is not None
-    agree("the captured graph", partition.fingerprint, world)
+    agree("the captured graph", partition.fingerprint, world, _SAME_MODEL)
+    for one in captured.inputs:
+        if one.kind is InputKind.BUFFER:
+            _take_from_rank_zero(captured.example_inputs[one.position], world)
     root = root_module()
     fqns = parameter_fqns(captured)
     parameters = {fqn: captured.example_inputs[position] for position, fqn in fqns.items()}
@@ -78,6 +83,14 @@ def bound_model(captured: CapturedGraph, partition: PartitionResult, options: Op
     nodes = captured.graph_module.graph.find_nodes(op="placeholder")
     guard_model_identity(nodes[min(fqns)]._dynamo_source)
     return known
+
+
+def _take_from_rank_zero(buffer: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Buffers that the graph reads are rank 0's on every rank, as in DDP."""
+    values = buffer.detach().contiguous()
+    dist.broadcast(values, 0, group=group)
+    if values.data_ptr() != buffer.data_ptr():
+        buffer.detach().copy_(values)
 
 
 def parameter_fqns(captured: CapturedGraph) -> dict[int, str]:

@@ -23,6 +23,7 @@ from disagmoe_compile.errors import DisagMoEError, InputError, UnsupportedModelE
 from disagmoe_compile.graph_breaks import check_graph_break, check_whole_model
 from disagmoe_compile.inspect.dump import GraphDumper
 from disagmoe_compile.passes.pipeline import PartitionResult, partition_model
+from disagmoe_compile.runtime.failure import default_store, describe_failure
 from disagmoe_compile.runtime.process_group import Launch, ensure_process_group
 from disagmoe_compile.runtime.retrace import require_global_shapes
 
@@ -58,8 +59,12 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
         )
     if partition.batch_coupled:
         warnings.warn(_coupled(partition.batch_coupled), stacklevel=2)
-    model = bound_model(captured, partition, options)
-    return make_session(captured, partition, model, options)
+    try:
+        model = bound_model(captured, partition, options)
+        return make_session(captured, partition, model, options)
+    except Exception as error:
+        rank = dist.get_rank()
+        raise describe_failure(error, rank, "distributing the model", [], default_store()) from error
 
 
 def _compile_alone(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Any:

@@ -45,6 +45,14 @@ def make_session(
             "the model returns no scalar loss, and a loss computed outside the model is not supported over several ranks "
             "by this version: pass labels to the model, or call it under torch.no_grad()"
         )
+    needs_gradient = [
+        one.name for one in captured.inputs if one.kind is InputKind.INPUT and one.requires_grad
+    ]
+    if trains and needs_gradient:
+        raise UnsupportedModelError(
+            f"input {needs_gradient[0]} requires a gradient, which several ranks do not send back in this version: compile the "
+            "module that makes it together with the model, or detach() it"
+        )
     if not trains or options.gather_outputs:
         _check_gatherable(programs)
     prepare = _Preparer(captured, partition, model, options, trains)

@@ -19,7 +19,7 @@ from disagmoe_compile.backend.costs import (
     tokens_of,
 )
 from disagmoe_compile.config import Options
-from disagmoe_compile.errors import InputError, PlanError
+from disagmoe_compile.errors import InputError, PlanError, UnsupportedModelError
 from disagmoe_compile.passes.program import (
     AttentionProgram,
     ExpertsProgram,
@@ -223,10 +223,27 @@ def _stages(
     for program in programs.attention:
         for fqn in _parameters([i for i in program.inputs if i.requires_grad], fqns):
             owner.setdefault(fqn, program.stage)
+    for experts in programs.experts:
+        for fqn in _parameters([p for p in experts.params if p.requires_grad], fqns):
+            owner.setdefault(fqn, experts.stage)
     stages = [_attention_stage(program, fqns, micro, owner) for program in programs.attention]
     for experts, before in zip(programs.experts, programs.attention):
-        stages.append(_expert_stage(experts, fqns, tokens_of(before, micro), topology.attention_group_size))
+        n_tokens = tokens_of(before, micro)
+        stages.append(_expert_stage(experts, fqns, n_tokens, topology.attention_group_size, owner))
+    for stage in stages:
+        _refuse_parameters_of_other_groups(stage, owner, topology)
     return tuple(sorted(stages, key=lambda s: s.index))
+
+
+def _refuse_parameters_of_other_groups(stage: Stage, owner: Mapping[str, int], topology: Topology) -> None:
+    """A trained parameter whose gradient would have to cross worker groups."""
+    for fqn in stage.param_fqns:
+        if fqn in owner and topology.group_of_stage(owner[fqn]) != topology.group_of_stage(stage.index):
+            raise UnsupportedModelError(
+                f"parameter {fqn} is shared by stages of {topology.group_of_stage(owner[fqn])} and "
+                f"{topology.group_of_stage(stage.index)}, and its gradient would have to cross groups: use pipeline_groups=1, "
+                "or freeze it"
+            )
 
 
 def _attention_stage(
@@ -246,7 +263,10 @@ def _attention_stage(
     )
 
 
-def _expert_stage(program: ExpertsProgram, fqns: Mapping[int, str], n_tokens: int, n_sources: int) -> Stage:
+def _expert_stage(
+    program: ExpertsProgram, fqns: Mapping[int, str], n_tokens: int, n_sources: int, owner: Mapping[str, int]
+) -> Stage:
+    used = _parameters(program.params, fqns)
     n_pairs = n_tokens * program.top_k
     rows = TensorSpec("rows", (n_pairs, program.in_features), dtype_name(program.token_dtype))
     weights = TensorSpec("weights", (n_pairs,), dtype_name(program.weight_dtype))
@@ -257,8 +277,8 @@ def _expert_stage(program: ExpertsProgram, fqns: Mapping[int, str], n_tokens: in
         layers=program.layers,
         inputs=(rows, weights),
         outputs=(out,),
-        param_fqns=_parameters(program.params, fqns),
-        owned_fqns=_parameters([p for p in program.params if p.requires_grad], fqns),
+        param_fqns=used,
+        owned_fqns=tuple(fqn for fqn in used if owner.get(fqn) == program.stage),
         num_experts=program.num_experts,
         forward_flops=expert_flops(program, n_tokens) * n_sources,
         activation_bytes=rows.nbytes() + out.nbytes(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from disagmoe_compile.errors import PeerError
 from disagmoe_compile.models.hf import build
 from disagmoe_compile.plan.action import COMPUTE_KINDS, Action
 from disagmoe_compile.plan.ir import Plan
@@ -214,3 +217,24 @@ def _validates_swapped(plan: Plan, group: Group, position: int) -> bool:
     here, following = plan.training.of(group)[position : position + 2]
     is_compute = here.kind in COMPUTE_KINDS and following.kind in COMPUTE_KINDS
     return is_compute and not validate(swapped(plan, group, position))
+
+
+def die_in_the_middle_of_a_step(case: Case, victim: int) -> str:
+    """The victim kills itself at its tenth action of the second step; the others return what they were told."""
+    model = make_model(case)
+    compiled = torch.compile(model, backend="disagmoe", options=case.compile_options)
+    compiled(**batch(case, 0)).loss.backward()
+    if torch.distributed.get_rank() == victim:
+        run_action, done = Executor.run_action, iter(range(10))
+
+        def until_the_tenth(executor: Executor, action: Action) -> None:
+            if next(done, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            run_action(executor, action)
+
+        Executor.run_action = until_the_tenth
+    try:
+        compiled(**batch(case, 1)).loss.backward()
+    except PeerError as error:
+        return str(error)
+    return "no error"

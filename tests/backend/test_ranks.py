@@ -47,7 +47,7 @@ FULL = [
 def results(pool):
     @cache
     def of(case: Case) -> list[RankResult]:
-        return pool.run(train, case, world_size=case.world_size, process_group=False, timeout_s=280)
+        return pool.run(train, case, world_size=case.world_size, process_group=False, timeout_s=500)
 
     return of
 
@@ -95,7 +95,7 @@ def test_losses_gradients_and_parameters_equal_eager_everywhere(results, case):
 
 def test_two_runs_are_bitwise_equal(pool):
     case = Case(attention=1, ffn=1, n_microbatches=2)
-    for first, second in pool.run(train_twice, case, world_size=2, process_group=False, timeout_s=280):
+    for first, second in pool.run(train_twice, case, world_size=2, process_group=False, timeout_s=500):
         assert first.losses == second.losses
         assert first.parameters.keys() == second.parameters.keys()
         assert all(torch.equal(first.parameters[n], second.parameters[n]) for n in first.parameters)
@@ -105,7 +105,7 @@ def test_dropout_is_reproducible_and_does_something(pool):
     """Masks come from private generators, so a rerun draws the same; eager's own stream cannot be matched bit by bit."""
     case = Case(attention=1, ffn=1, n_microbatches=2, steps=2, model={"attention_dropout": 0.5})
     plain = eager(replace(case, model={}))[0]
-    for first, second in pool.run(train_twice, case, world_size=2, process_group=False, timeout_s=280):
+    for first, second in pool.run(train_twice, case, world_size=2, process_group=False, timeout_s=500):
         assert first.losses == second.losses
         assert first.losses[0] != pytest.approx(plain[0], rel=1e-5)
         assert first.losses[0] == pytest.approx(plain[0], rel=0.1)
@@ -114,7 +114,7 @@ def test_dropout_is_reproducible_and_does_something(pool):
 def test_a_plan_edited_by_hand_changes_the_order_of_work_and_nothing_else(pool, tmp_path):
     case = Case(attention=1, ffn=1, n_microbatches=4, steps=2)
     path = str(tmp_path / "plan.json")
-    ranks = pool.run(train_with_edited_plan, case, path, world_size=2, timeout_s=280)
+    ranks = pool.run(train_with_edited_plan, case, path, world_size=2, timeout_s=500)
     for result, edited in ranks:
         assert [event.action for event in result.events if event.step == 1] == edited
     assert_equals_eager(case, [result for result, _ in ranks])

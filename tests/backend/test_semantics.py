@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from lockstep import outcomes_of_bad_calls, run_lockstep
-from ranks import Case
+from ranks import Case, die_in_the_middle_of_a_step
 
 SMALL = Case(attention=1, ffn=2, n_microbatches=2)
 
 
 @pytest.fixture(scope="module")
 def ranks(pool):
-    return pool.run(run_lockstep, SMALL, world_size=3, process_group=False, timeout_s=290)
+    return pool.run(run_lockstep, SMALL, world_size=3, process_group=False, timeout_s=500)
 
 
 def test_evaluation_new_shapes_accumulation_and_clipping_equal_eager(ranks):
@@ -33,7 +33,7 @@ def test_the_global_random_state_stays_in_step(ranks):
 @pytest.fixture(scope="module")
 def refusals(pool):
     case = Case(attention=1, ffn=1, n_microbatches=2)
-    return pool.run(outcomes_of_bad_calls, case, world_size=2, timeout_s=290)
+    return pool.run(outcomes_of_bad_calls, case, world_size=2, timeout_s=500)
 
 
 @pytest.mark.parametrize(
@@ -57,3 +57,12 @@ def test_bad_input_is_one_clear_line_on_every_rank(refusals, what, says):
     for messages in refusals:
         assert says in messages[what]
         assert "\n" not in messages[what]
+
+
+def test_a_rank_killed_in_the_middle_of_a_step_is_named_by_the_others(pool):
+    case = Case(attention=1, ffn=2, n_microbatches=2)
+    outcomes = pool.outcomes(die_in_the_middle_of_a_step, case, 2, world_size=3, timeout_s=500)
+    assert outcomes[2].failure is not None
+    for survivor in outcomes[:2]:
+        assert survivor.failure is None, survivor.failure
+        assert "rank 2" in survivor.value and "action" in survivor.value

@@ -1,0 +1,215 @@
+"""Numbers have the last word over rules: the partition is tried on a few real samples before anything runs on it.
+
+Rules read the graph and may misread an operation they half know. So the head's loss is computed on some samples at once, as
+the model wrote it, and sample by sample, as the pipeline will; and each attention stage likewise. A loss that does not add up
+is refused; a stage that gives other values names the first operation that mixes samples.
+
+Parameters and values from other stages are random, so that zeros of an initialisation hide nothing. The cost is two forwards
+of each distinct attention stage on at most three samples.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from disagmoe_compile.errors import UnsupportedModelError
+from disagmoe_compile.passes.captured import CapturedGraph
+from disagmoe_compile.passes.metadata import describe
+from disagmoe_compile.passes.program import (
+    AttentionProgram,
+    InputKind,
+    LossProgram,
+    ModelPrograms,
+    StageInput,
+    bind,
+)
+
+_SAMPLES = 3
+_TOLERANCE = 1e-3
+_COARSE_TOLERANCE = 5e-2  # 16-bit values, or autocast
+_SCALE = 0.2  # of random parameters and activations
+Sizes = dict[sympy.Symbol, int]
+
+
+def coupled_by_numbers(
+    programs: ModelPrograms, captured: CapturedGraph, unsplit_loss: fx.GraphModule | None, loss_reduction: str
+) -> tuple[str, ...]:
+    """One line per operation that mixes samples. `unsplit_loss`: the head as the model wrote it, returning its loss.
+
+    Raises UnsupportedModelError where the loss does not add up and no `loss_reduction` says how it should.
+    """
+    symbol = captured.batch_symbol
+    if symbol is None:
+        return ()
+    try:
+        sizes = captured.sizes(captured.example_inputs)
+    except ValueError:
+        return ()
+    n_samples = min(_SAMPLES, sizes[symbol])
+    probe = _Probe(captured, {**sizes, symbol: n_samples}, symbol)
+    lines: dict[str, None] = {}
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # e.g. a deviation over one sample
+        if programs.loss is not None and unsplit_loss is not None:
+            mismatch = probe.loss_mismatch(programs.attention[-1], programs.loss, unsplit_loss)
+            if mismatch and loss_reduction == "auto":
+                raise UnsupportedModelError(
+                    f"the loss does not add up over samples: {mismatch}; compute what concerns the whole batch (counts, "
+                    "normalisers, terms without samples) outside the model, or accept the loss of each micro-batch with "
+                    'options={"loss_reduction": "mean"} (or "sum")'
+                )
+            if mismatch:
+                lines[f"the loss ({mismatch})"] = None
+        seen: set[str] = set()
+        for program in programs.attention:
+            if program.module.code not in seen:
+                seen.add(program.module.code)
+                found = probe.mixing_operation(program)
+                if found:
+                    lines[found] = None
+    return tuple(lines)
+
+
+class _Probe:
+    def __init__(self, captured: CapturedGraph, sizes: Sizes, symbol: sympy.Symbol) -> None:
+        self.captured, self.sizes, self.symbol = captured, sizes, symbol
+        self.n_samples = sizes[symbol]
+
+    # ---- the loss
+    def loss_mismatch(self, head: AttentionProgram, loss: LossProgram, unsplit: fx.GraphModule) -> str | None:
+        if head.uses_rng:
+            return None
+        inputs = self._whole(head.inputs)
+        expected = float(unsplit(*inputs))
+        denominators = [float(d) for d in loss.denominators(*self._whole(loss.inputs))]
+        total = 0.0
+        for sample in range(self.n_samples):
+            try:
+                outputs = _run(head.module, self._of_sample(head.inputs, inputs, sample))
+            except Exception as error:  # whatever the model's own operations raise on a single sample
+                return f"it cannot be computed on one sample alone ({_first_line(error)})"
+            numerators = [float(outputs[position]) for position in head.loss_numerators]
+            terms = zip(loss.coefficients, numerators, denominators, strict=True)
+            total += sum(c * n / d if d else math.nan for c, n, d in terms)
+        if math.isnan(expected):  # no valid label among these samples
+            return None
+        if abs(total - expected) <= self._tolerance(inputs) * max(abs(expected), 1e-6):
+            return None
+        return f"on {self.n_samples} samples it is {expected:.6g} at once and {total:.6g} sample by sample"
+
+    # ---- stages
+    def mixing_operation(self, program: AttentionProgram) -> str | None:
+        """The first operation whose values for a sample depend on the other samples, if an output does."""
+        if program.uses_rng or any(self._cannot_slice(i) for i in program.inputs):
+            return None
+        inputs = self._whole(program.inputs)
+        alone = self._of_sample(program.inputs, inputs, 0)
+        tolerance = self._tolerance(inputs)
+        whole = _values(program.module, inputs)
+        try:
+            part = _values(program.module, alone)
+        except Exception as error:  # whatever the model's own operations raise on a single sample
+            return (
+                f"attention stage {program.boundary}, which fails on one sample alone ({_first_line(error)})"
+            )
+        output = next(iter(reversed(program.module.graph.nodes)))
+        numerators = {output.args[0][position] for position in program.loss_numerators}
+        if not any(_differ(whole[r], part[r], tolerance) for r in output.args[0] if r not in numerators):
+            return None
+        mixing = next(
+            (
+                n
+                for n in program.module.graph.nodes
+                if n.op != "output" and _differ(whole[n], part[n], tolerance)
+            ),
+            None,
+        )
+        return None if mixing is None else describe(mixing)
+
+    # ---- inputs
+    def _whole(self, inputs: Sequence[StageInput]) -> list[Any]:
+        generator = torch.Generator().manual_seed(0)
+        return [self._value(one, generator) for one in inputs]
+
+    def _value(self, one: StageInput, generator: torch.Generator) -> Any:
+        if one.kind is InputKind.SYMBOL:
+            return bind(one.shape, self.sizes)[0]
+        if one.kind in (InputKind.BUFFER, InputKind.INPUT):
+            actual = self.captured.example_inputs[one.position].detach()
+            return actual.narrow(0, 0, self.n_samples) if one.per_sample else actual
+        shape = bind(one.shape, self.sizes)
+        random = torch.randn(shape, generator=generator) * _SCALE
+        device = (
+            self.captured.example_inputs[one.position].device if one.kind is InputKind.PARAMETER else None
+        )
+        return random.to(device=device, dtype=one.dtype)
+
+    def _of_sample(self, inputs: Sequence[StageInput], whole: Sequence[Any], sample: int) -> list[Any]:
+        alone = {**self.sizes, self.symbol: 1}
+        values = []
+        for one, value in zip(inputs, whole, strict=True):
+            if one.kind is InputKind.SYMBOL:
+                values.append(bind(one.shape, alone)[0])
+            elif self._has_samples(one):
+                rows = bind(one.shape, alone)[0]
+                values.append(value.narrow(0, sample * rows, rows).contiguous())
+            else:
+                values.append(value)
+        return values
+
+    def _has_samples(self, one: StageInput) -> bool:
+        return bool(one.shape) and self.symbol in getattr(one.shape[0], "free_symbols", ())
+
+    def _cannot_slice(self, one: StageInput) -> bool:
+        return one.kind is not InputKind.SYMBOL and any(
+            self.symbol in getattr(dim, "free_symbols", ()) for dim in one.shape[1:]
+        )
+
+    def _tolerance(self, inputs: Sequence[Any]) -> float:
+        is_coarse = self.captured.autocast.enabled or any(
+            isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+            for value in inputs
+        )
+        return _COARSE_TOLERANCE if is_coarse else _TOLERANCE
+
+
+def _run(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """As calling it, but an error that is expected leaves nothing on stderr."""
+    interpreter = fx.Interpreter(module)
+    interpreter.extra_traceback = False
+    return interpreter.run(*inputs)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _values(module: fx.GraphModule, inputs: Sequence[Any]) -> Mapping[fx.Node, Any]:
+    """Every value of the graph, by node."""
+    interpreter = fx.Interpreter(module, garbage_collect_values=False)
+    interpreter.extra_traceback = False
+    interpreter.run(*inputs)
+    return interpreter.env
+
+
+def _differ(whole: Any, part: Any, tolerance: float) -> bool:
+    """Whether a value of the first sample alone is not its value among others. Ids are not compared: they may flip on ties."""
+    if (
+        not isinstance(whole, torch.Tensor)
+        or not isinstance(part, torch.Tensor)
+        or not part.is_floating_point()
+    ):
+        return False
+    if not part.dim() or whole.dim() != part.dim() or whole.shape[0] < part.shape[0]:
+        return False
+    first = whole[: part.shape[0]].double()
+    if first.shape != part.shape:
+        return False
+    return not bool((first - part.double()).norm() <= tolerance * (part.double().norm() + 1e-6))

@@ -1,0 +1,68 @@
+"""A loss that rules misread is caught by numbers: refused, never silently scaled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from capturing import capture_model
+from test_loss_terms import Head, batch, errors, flat_ce, token_losses
+
+from disagmoe_compile.errors import UnsupportedModelError
+from disagmoe_compile.passes.pipeline import partition_model
+
+DOES_NOT_ADD_UP = {
+    "normaliser inside the sum": lambda m, x, y, k: (token_losses(x, y) * k / k.sum()).sum(),
+    "count inside the sum": lambda m, x, y, k: (token_losses(x, y) / (y != -100).sum()).sum(),
+    "batch size inside the sum": lambda m, x, y, k: (token_losses(x, y) / x.shape[0]).sum(),
+    "term without samples": lambda m, x, y, k: (
+        flat_ce(x, y) + F.cross_entropy(m.layer.weight[:, :5], torch.arange(5), reduction="sum")
+    ),
+    "weighted regression": lambda m, x, y, k: F.mse_loss(x.sum(-1), k, weight=k + 1),
+    "contrastive": lambda m, x, y, k: F.cross_entropy(x.mean(1) @ x.mean(1).t(), torch.arange(x.shape[0])),
+    "neighbouring samples": lambda m, x, y, k: (x * torch.roll(x, 1, 0)).mean(),
+    "pairs of samples": lambda m, x, y, k: (x[1:] * x[:-1]).mean(),
+    "normalised over the batch": lambda m, x, y, k: (
+        token_losses(x, y).sum(1) * (k.sum(1) - k.sum(1).mean()) / k.sum(1).std()
+    ).mean(),
+    "halves of the batch": lambda m, x, y, k: (
+        -F.logsigmoid(torch.sub(*token_losses(x, y).sum(1).chunk(2))).mean()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DOES_NOT_ADD_UP)
+def test_a_loss_that_is_not_a_sum_over_samples_is_refused(name):
+    captured, _ = capture_model(Head(DOES_NOT_ADD_UP[name]), batch())
+    with pytest.raises(UnsupportedModelError, match=r"does not add up over samples|cannot be shared out"):
+        partition_model(captured)
+
+
+def test_a_loss_of_per_sample_means_is_exact():
+    def loss(m, x, y, k):
+        return ((token_losses(x, y) * k).sum(1) / k.sum(1)).mean()
+
+    assert errors(loss, 2) < 1e-5
+
+
+def test_the_user_may_accept_the_loss_of_each_microbatch_and_is_told():
+    captured, _ = capture_model(Head(DOES_NOT_ADD_UP["contrastive"]), batch())
+    coupled = partition_model(captured, loss_reduction="mean").batch_coupled
+    assert any("the loss" in line and "sample by sample" in line for line in coupled)
+
+
+class Flips(torch.nn.Module):
+    """Besides its loss it returns each sample plus another one: no reduction, which a rule would see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y.square().sum(), y + y.flip(0)
+
+
+def test_an_operation_that_mixes_samples_is_named():
+    captured, _ = capture_model(Flips(), {"x": torch.randn(4, 7, 6)})
+    assert [line.split()[0] for line in partition_model(captured).batch_coupled] == ["`flip`"]
