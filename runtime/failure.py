@@ -46,6 +46,11 @@ class FailureReport:
         return f"rank {self.rank} failed at {self.action}{peer}: {self.reason}"
 
 
+def is_lost_connection(message: str) -> bool:
+    """Whether an error says that a peer went away: its rank may be a victim, not the culprit."""
+    return any(sign in message.lower() for sign in _CONNECTION_SIGNS)
+
+
 def report_first(report: FailureReport, store: dist.Store) -> bool:
     """Writes the report unless another rank was earlier; returns whether this one is the first."""
     if store.add(_COUNT, 1) != 1:
@@ -82,9 +87,8 @@ def describe_failure(
     report; else the ranks of `peers` that this action waited for. An error of our own making is reported as
     the first, and returned as it is.
     """
-    text = str(error).lower()
-    is_timeout = any(sign in text for sign in _TIMEOUT_SIGNS)
-    is_broken = any(sign in text for sign in _CONNECTION_SIGNS) or isinstance(error, ConnectionError)
+    is_timeout = any(sign in str(error).lower() for sign in _TIMEOUT_SIGNS)
+    is_broken = is_lost_connection(str(error)) or isinstance(error, ConnectionError)
     reason = _one_line(error)
     if not is_timeout and not is_broken:
         if store is not None:

@@ -30,6 +30,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from disagmoe_compile.runtime.failure import is_lost_connection
 from disagmoe_compile.testing.pool_worker import CLEAN_UP, READY, RUN, STOP, Case, Failure, serve
 
 _START_TIMEOUT_S = 180.0
@@ -96,10 +97,10 @@ class GlooPool:
         outcomes, order = self._run(function, args, **how)
         if not order:
             return [outcome.value for outcome in outcomes]
-        failures = [outcomes[rank].failure for rank in order]
+        failures = [failure for rank in order if (failure := outcomes[rank].failure) is not None]
+        failures.sort(key=lambda failure: is_lost_connection(failure.message))  # a victim may be heard first
         first = failures[0]
-        assert first is not None
-        others = "".join(f"\n  rank {o.rank}: {o.summary}" for o in failures[1:] if o is not None)
+        others = "".join(f"\n  rank {o.rank}: {o.summary}" for o in failures[1:])
         message = f"rank {first.rank} failed: {first.summary}\n{first.traceback}"
         if others:
             message += f"\nafter it:{others}"
