@@ -166,7 +166,8 @@ class _Rewriter:
 
     def unsplit(self) -> fx.GraphModule:
         """The head as it is now, with the loss as its only result; same inputs."""
-        graph, copies = fx.Graph(), {}
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
         graph.graph_copy(self.head.graph, copies)
         graph.output(copies[self.loss])
         return fx.GraphModule(self.head, graph, class_name="UnsplitLoss")
