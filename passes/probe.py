@@ -209,7 +209,10 @@ def _differ(whole: Any, part: Any, tolerance: float) -> bool:
         return False
     if not part.dim() or whole.dim() != part.dim() or whole.shape[0] < part.shape[0]:
         return False
-    first = whole[: part.shape[0]].double()
+    first, part = whole[: part.shape[0]].double(), part.double()
     if first.shape != part.shape:
         return False
-    return not bool((first - part.double()).norm() <= tolerance * (part.double().norm() + 1e-6))
+    if not torch.equal(first.isfinite(), part.isfinite()):
+        return True
+    first, part = (value.nan_to_num(0.0, 0.0, 0.0) for value in (first, part))  # fully masked rows are NaN in both
+    return bool((first - part).norm() > tolerance * (part.norm() + 1e-6))

@@ -66,3 +66,21 @@ class Flips(torch.nn.Module):
 def test_an_operation_that_mixes_samples_is_named():
     captured, _ = capture_model(Flips(), {"x": torch.randn(4, 7, 6)})
     assert [line.split()[0] for line in partition_model(captured).batch_coupled] == ["`flip`"]
+
+
+class MasksARow(torch.nn.Module):
+    """A softmax over nothing gives NaN, in the whole batch as in a sample alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = self.layer(x)
+        nowhere = torch.full_like(y, float("-inf")).softmax(-1)
+        return y.square().sum(), torch.cat([y, nowhere], 1)
+
+
+def test_values_that_are_nan_for_every_sample_mix_nothing():
+    captured, _ = capture_model(MasksARow(), {"x": torch.randn(4, 7, 6)})
+    assert partition_model(captured).batch_coupled == ()
