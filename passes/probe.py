@@ -214,5 +214,7 @@ def _differ(whole: Any, part: Any, tolerance: float) -> bool:
         return False
     if not torch.equal(first.isfinite(), part.isfinite()):
         return True
-    first, part = (value.nan_to_num(0.0, 0.0, 0.0) for value in (first, part))  # fully masked rows are NaN in both
+    first, part = (
+        value.nan_to_num(0.0, 0.0, 0.0) for value in (first, part)
+    )  # fully masked rows are NaN in both
     return bool((first - part).norm() > tolerance * (part.norm() + 1e-6))

@@ -76,7 +76,8 @@ class OptimizerGuard:
             if self._awaits_first_call:
                 raise DisagMoEError(
                     "optimizer.step() before the first call of the compiled model: each rank would train a whole model of its "
-                    "own; call the compiled model first"
+                    "own; call the compiled model first, and if it was called, torch.compile(model, fullgraph=True) says why it "
+                    "made no graph of it"
                 )
             return
         slice_optimizer_state(optimizer)

@@ -9,6 +9,7 @@ import torch
 
 from disagmoe_compile.errors import InputError
 from disagmoe_compile.plan.ir import Plan
+from disagmoe_compile.plan.validate import check
 
 DEFAULT_NPROC = 4
 
@@ -96,7 +97,8 @@ def check_batch(batch_size: int, attention: int | None, n_microbatches: int | No
 
 
 def check_plan_sizes(plan: Plan, sizes: GroupSizes, batch_size: int | None) -> None:
-    """Raises InputError where a plan file and the flags beside it say different things."""
+    """Raises InputError where a plan file and the flags beside it say different things, PlanError where the plan is not valid."""
+    check(plan)
     topology, workload = plan.topology, plan.workload
     for flag, given, planned in (
         ("--attention-group-size", sizes.attention, topology.attention_group_size),

@@ -134,11 +134,33 @@ def explain_with(observers: Sequence[Observer], model: nn.Module, *args: Any, **
         )
     inspector = _Inspector(observers)
     torch.compile(model, backend=inspector)(*args, **kwargs)
+    if inspector.captured is None and inspector.error is None:
+        breaks = _graph_breaks(model, args, kwargs)
+        if breaks:
+            return Explanation((), (), (), breaks)
+        inspector = _Inspector(observers)
+        reason = _trace_as_one_graph(inspector, model, args, kwargs)
+        if reason is not None:
+            return Explanation((), (), (), (reason,))
     if inspector.error is not None:
         raise inspector.error
     if inspector.captured is None or inspector.partition is None:
-        return Explanation((), (), (), _graph_breaks(model, args, kwargs))
+        return Explanation((), (), (), ())
     return _explanation(inspector.captured, inspector.partition)
+
+
+def _trace_as_one_graph(
+    inspector: _Inspector, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> GraphBreak | None:
+    """A break in a loop makes Dynamo skip the model's frame and report nothing; as one graph it must trace, or say why not."""
+    torch._dynamo.reset()
+    try:
+        torch.compile(model, backend=inspector, fullgraph=True)(*args, **kwargs)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        stack = getattr(error, "real_stack", None)
+        where = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "an unknown line"
+        return GraphBreak(where, str(error).strip().splitlines()[0])
+    return None
 
 
 class _Inspector:

@@ -139,3 +139,25 @@ def test_a_dense_model_is_one_stage_without_experts() -> None:
 def test_something_that_is_not_a_module_is_refused() -> None:
     with pytest.raises(InputError, match=r"takes a torch\.nn\.Module"):
         explain(torch.nn.functional.relu, torch.ones(1))  # type: ignore[arg-type]
+
+
+class LoopOverExperts(nn.Module):
+    """Dynamo skips its frame without a word: the shapes in its loop depend on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, slot = torch.where(chosen == i)
+            out = out.index_add(0, token, expert(x[token]) * weights[token, slot, None])
+        return out.square().mean()
+
+
+def test_a_model_whose_frame_dynamo_skips_is_explained_all_the_same() -> None:
+    found = explain(LoopOverExperts(), torch.randn(6, 8))
+    assert found.graph_breaks or [stage.name for stage in found.stages] == ["A0"]
