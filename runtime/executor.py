@@ -16,7 +16,7 @@ import torch.distributed as dist
 from disagmoe_compile.plan.action import Action, ActionKind
 from disagmoe_compile.plan.ir import Plan, Transfer
 from disagmoe_compile.runtime.failure import describe_failure
-from disagmoe_compile.runtime.messages import Receiving, ReceivingRouted, Sending, send
+from disagmoe_compile.runtime.messages import LostPeer, Receiving, ReceivingRouted, Sending, send
 from disagmoe_compile.runtime.timeline import Event
 from disagmoe_compile.runtime.transport.base import Work
 from disagmoe_compile.runtime.worker import StepInputs, Worker
@@ -77,7 +77,8 @@ class Executor:
         except Exception as error:
             worker = self.worker
             where = f"action {action} of {worker.group}"
-            raise describe_failure(error, worker.rank, where, self._peers(action), self._store) from error
+            peers = [error.peer] if isinstance(error, LostPeer) else self._peers(action)
+            raise describe_failure(error, worker.rank, where, peers, self._store) from error
         self.events[index] = replace(self.events[index], end=time.time(), nbytes=nbytes)
 
     def can_run(self, action: Action) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from disagmoe_compile.errors import DisagMoEError
 from disagmoe_compile.plan.ir import Plan
 from disagmoe_compile.runtime.transport.base import Deferred, Transport, Work
 
@@ -28,6 +29,33 @@ class Expected:
 
     peer: int
     specs: tuple[Spec, ...]
+
+
+class LostPeer(RuntimeError):
+    """An operation with one rank failed; the cause is the transport's error."""
+
+    def __init__(self, peer: int, error: RuntimeError) -> None:
+        super().__init__(str(error))
+        self.peer = peer
+
+
+@dataclass(frozen=True, slots=True)
+class _WithPeer:
+    """A Work that knows whom to blame: a transfer waits for several ranks, and only one of them may be gone."""
+
+    peer: int
+    work: Work
+
+    def ready(self) -> bool:
+        return self.work.ready()
+
+    def wait(self) -> None:
+        try:
+            self.work.wait()
+        except DisagMoEError:
+            raise
+        except RuntimeError as error:
+            raise LostPeer(self.peer, error) from error
 
 
 @dataclass(slots=True)
@@ -93,11 +121,13 @@ def send(
 ) -> Sending:
     """Starts all sends. Tensors without elements are not sent: the receiver knows their size."""
     messages = [Message(m.peer, tuple(tensor.contiguous() for tensor in m.tensors)) for m in messages]
-    works, nbytes = [], 0
+    works: list[Work] = []
+    nbytes = 0
     for message in messages:
         for part, tensor in enumerate(message.tensors):
             if tensor.numel():
-                works.append(transport.isend(tensor, message.peer, tags.of(transfer, microbatch, part)))
+                work = transport.isend(tensor, message.peer, tags.of(transfer, microbatch, part))
+                works.append(_WithPeer(message.peer, work))
                 nbytes += tensor.numel() * tensor.element_size()
     return Sending(messages, works, nbytes)
 
@@ -112,12 +142,15 @@ def receive(
     first_part: int = 0,
 ) -> Receiving:
     """Posts all receives into fresh buffers of the exact size."""
-    messages, works, nbytes = [], [], 0
+    messages: list[Message] = []
+    works: list[Work] = []
+    nbytes = 0
     for one in expected:
         buffers = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in one.specs)
         for part, buffer in enumerate(buffers, first_part):
             if buffer.numel():
-                works.append(transport.irecv(buffer, one.peer, tags.of(transfer, microbatch, part)))
+                work = transport.irecv(buffer, one.peer, tags.of(transfer, microbatch, part))
+                works.append(_WithPeer(one.peer, work))
                 nbytes += buffer.numel() * buffer.element_size()
         messages.append(Message(one.peer, buffers))
     return Receiving(messages, works, nbytes)

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -219,8 +220,8 @@ def _validates_swapped(plan: Plan, group: Group, position: int) -> bool:
     return is_compute and not validate(swapped(plan, group, position))
 
 
-def die_in_the_middle_of_a_step(case: Case, victim: int) -> str:
-    """The victim kills itself at its tenth action of the second step; the others return what they were told."""
+def die_in_the_middle_of_a_step(case: Case, victim: int, folder: str) -> None:
+    """The victim kills itself at its tenth action of the second step; the others write down what they were told and exit."""
     model = make_model(case)
     compiled = torch.compile(model, backend="disagmoe", options=case.compile_options)
     compiled(**batch(case, 0)).loss.backward()
@@ -236,5 +237,5 @@ def die_in_the_middle_of_a_step(case: Case, victim: int) -> str:
     try:
         compiled(**batch(case, 1)).loss.backward()
     except PeerError as error:
-        return str(error)
-    return "no error"
+        Path(folder, str(torch.distributed.get_rank())).write_text(str(error))
+        os._exit(1)
