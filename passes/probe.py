@@ -48,10 +48,7 @@ def coupled_by_numbers(
     symbol = captured.batch_symbol
     if symbol is None:
         return ()
-    try:
-        sizes = captured.sizes(captured.example_inputs)
-    except ValueError:
-        return ()
+    sizes = captured.sizes(captured.example_inputs)
     n_samples = min(_SAMPLES, sizes[symbol])
     probe = _Probe(captured, {**sizes, symbol: n_samples}, symbol)
     lines: dict[str, None] = {}
