@@ -1,6 +1,7 @@
 """`SOURCE` of the command line: a model with example arguments, from transformers or from a user's file.
 
 hf:FAMILY                 a tiny random model of that transformers family, trained as a causal language model
+style:NAME                a tiny language model whose MoE layers are hand-written in that style (`models/styles`)
 path/to/file.py:factory   `factory()` returns `(model, args, kwargs)`
 """
 
@@ -21,6 +22,7 @@ from disagmoe_compile.errors import InputError
 
 EXAMPLE_BATCH_SIZE = 4
 EXAMPLE_SEQ_LENGTH = 32
+TEXT_VOCAB_SIZE = 256  # one token a byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +47,13 @@ def load_source(source: str, *, seed: int = 0) -> Source:
     kind, _, rest = source.partition(":")
     if kind == "hf" and rest:
         return _from_transformers(source, rest, seed)
+    if kind == "style" and rest:
+        return _from_styles(source, rest, seed)
     path, separator, function = source.rpartition(":")
     if not separator or not path or not function:
         raise InputError(
-            f"source {source!r} is not one of hf:FAMILY (e.g. hf:qwen3_moe) or path/to/file.py:factory"
+            f"source {source!r} is not one of hf:FAMILY (e.g. hf:qwen3_moe), style:NAME (e.g. style:where_loop) or "
+            "path/to/file.py:factory"
         )
     return _from_file(source, Path(path), function, seed)
 
@@ -57,7 +62,17 @@ def _from_transformers(source: str, family: str, seed: int) -> Source:
     from disagmoe_compile.models.hf import build
 
     model, config = build(family, seed=seed)
-    vocab_size = config.get_text_config().vocab_size
+    return _language_source(source, model, config.get_text_config().vocab_size, seed)
+
+
+def _from_styles(source: str, style: str, seed: int) -> Source:
+    from disagmoe_compile.models.styles import build
+
+    model = build(style, seed=seed, vocab=TEXT_VOCAB_SIZE)
+    return _language_source(source, model, TEXT_VOCAB_SIZE, seed)
+
+
+def _language_source(source: str, model: torch.nn.Module, vocab_size: int, seed: int) -> Source:
     shape = (EXAMPLE_BATCH_SIZE, EXAMPLE_SEQ_LENGTH)
     ids = torch.randint(3, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
     return Source(source, model, (), {"input_ids": ids, "labels": ids.clone()}, vocab_size)

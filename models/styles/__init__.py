@@ -1,0 +1,33 @@
+"""Hand-written MoE layers, one style a file, each inside the same tiny language model.
+
+What people write when they do not use a library's experts: `build("sorted_grouped_mm")` is a model, and on the command line
+`style:sorted_grouped_mm` names one. The differences between the files are the point: keep each as its authors would write it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from disagmoe_compile.errors import InputError
+from disagmoe_compile.models.styles.language_model import LanguageModel, MakeMoE, Sizes
+from disagmoe_compile.models.styles.sorted_grouped_mm import SortedGroupedMM
+
+STYLES: Mapping[str, MakeMoE] = {
+    "sorted_grouped_mm": SortedGroupedMM,
+}
+
+
+def build(style: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **sizes: Any) -> LanguageModel:
+    """A randomly initialised language model of a style, in train mode; `sizes` as in `Sizes`.
+
+    The caller's random state is left alone. Raises InputError for an unknown style.
+    """
+    if style not in STYLES:
+        raise InputError(f"unknown style {style!r}; known: {', '.join(STYLES)}")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LanguageModel(Sizes(**sizes), STYLES[style])
+    return model.to(dtype).train()
