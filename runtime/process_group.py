@@ -64,6 +64,16 @@ class Launch:
             raise InputError(f"torchrun's environment variables must be numbers: {error}") from error
 
 
+def several_ranks() -> bool:
+    """Whether this process is one of several, by its process group or else by what torchrun told it."""
+    if not dist.is_available():
+        return False
+    if dist.is_initialized():
+        return dist.get_world_size() > 1
+    launch = Launch.from_environment()
+    return launch is not None and launch.world_size > 1
+
+
 def ensure_process_group(timeout_s: float, device: torch.device = _CPU) -> bool:
     """Whether several ranks run. Initialises torch.distributed if torchrun started us and the script did not.
 
@@ -71,13 +81,9 @@ def ensure_process_group(timeout_s: float, device: torch.device = _CPU) -> bool:
     destroyed at exit. Raises InputError for an incomplete environment, a port in use, or two ranks on one
     CUDA device.
     """
-    if not dist.is_available():
-        return False
-    if dist.is_initialized():
-        return dist.get_world_size() > 1
     launch = Launch.from_environment()
-    if launch is None or launch.world_size == 1:
-        return False
+    if not several_ranks() or dist.is_initialized() or launch is None:
+        return several_ranks()
     timeout = timedelta(seconds=timeout_s)
     store = _store(launch, timeout)
     if device.type == "cuda":

@@ -19,12 +19,13 @@ from disagmoe_compile.backend.bound_model import OPTIMIZER_GUARD, bound_model
 from disagmoe_compile.backend.graph_session import make_session
 from disagmoe_compile.capture import capture, root_module
 from disagmoe_compile.config import Options
+from disagmoe_compile.early_batch import MarkBeforeTracing
 from disagmoe_compile.errors import DisagMoEError, InputError, UnsupportedModelError
 from disagmoe_compile.graph_breaks import check_graph_break, check_whole_model
 from disagmoe_compile.inspect.dump import GraphDumper
 from disagmoe_compile.passes.pipeline import PartitionResult, partition_model
 from disagmoe_compile.runtime.failure import default_store, describe_failure
-from disagmoe_compile.runtime.process_group import Launch, ensure_process_group
+from disagmoe_compile.runtime.process_group import Launch, ensure_process_group, several_ranks
 from disagmoe_compile.runtime.retrace import require_global_shapes
 
 
@@ -49,6 +50,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
         )
     check_graph_break(gm)
     check_whole_model(root_module())
+    _MARK_BEFORE_TRACING.register()
     require_global_shapes(e for e in example_inputs if isinstance(e, torch.nn.Parameter))
     captured = capture(gm, example_inputs)
     partition = partition_model(captured, observers=_dumps(options), loss_reduction=options.loss_reduction)
@@ -119,6 +121,9 @@ class _Passing(ShortenTraceback):
         return self.message
 
 
+# This module is loaded when torch.compile(backend="disagmoe") looks the backend up: before the first call.
+_MARK_BEFORE_TRACING = MarkBeforeTracing(disagmoe, applies=several_ranks)
+_MARK_BEFORE_TRACING.register()
 _launch = Launch.from_environment()
-if _launch is not None:  # this module is loaded when torch.compile(backend="disagmoe") looks the backend up
+if _launch is not None:
     OPTIMIZER_GUARD.expect_first_call(_launch.world_size)

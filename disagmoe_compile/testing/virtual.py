@@ -18,6 +18,7 @@ from disagmoe_compile.backend.planning import choose_topology, make_plan, microb
 from disagmoe_compile.backend.stage_binding import StageBinder, bind_boundaries
 from disagmoe_compile.capture import CapturedGraph, capture
 from disagmoe_compile.config import Options
+from disagmoe_compile.early_batch import mark_batch
 from disagmoe_compile.passes.pipeline import PartitionResult, partition_model
 from disagmoe_compile.passes.programs import without_outputs
 from disagmoe_compile.plan.ir import Plan
@@ -66,6 +67,7 @@ def capture_call(
         return run
 
     torch._dynamo.reset()
+    mark_batch(batch)
     torch.compile(model, backend=backend, fullgraph=True)(**batch)
     return found[-1]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from capturing import capture_model, loss_and_gradients, loss_position
 
+from disagmoe_compile.early_batch import mark_batch
 from disagmoe_compile.passes.captured import CapturedGraph
 from disagmoe_compile.passes.pipeline import PartitionResult, partition_model
 
@@ -52,7 +53,9 @@ def captured_family() -> Callable[..., Captured]:
         key = (family, n_layers)
         if key not in known:
             model, _ = hf.build(family, n_layers=n_layers)
-            graph, args = capture_model(model, language_batch())
+            batch = language_batch()
+            mark_batch(batch)
+            graph, args = capture_model(model, batch)
             position = loss_position(graph.graph_module(*args))
             known[key] = Captured(
                 graph, args, position, *loss_and_gradients(graph.graph_module, args, position)
