@@ -3,9 +3,9 @@
     first call ──> Dynamo starts to compile ──> marked here ──> trace (symbolic batch) ──> backend
                                       not marked ──> trace ──> backend restarts it ──> trace ──> backend
 
-The backend can only ask for a symbolic batch once Dynamo has traced the whole model (`capture.py`), and a trace takes seconds a
-dozen layers. What is marked here is decided on the arguments alone, and only where they leave no doubt; `capture` has the last word
-and restarts the trace as before wherever this module kept out of it.
+The backend can only ask for a symbolic batch once Dynamo has traced the whole model (`capture.py`), which takes seconds. What is
+marked here is decided on the arguments alone, and only where they leave no doubt; `capture` has the last word, and restarts the
+trace wherever this module kept out of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 
 def mark_batch(arguments: Any) -> None:
-    """Marks dimension 0 of the batch inputs among `arguments` (any nesting of containers) as dynamic, where all agree on its size.
+    """Marks dimension 0 of the batch inputs among `arguments` (containers in any nesting) as dynamic, if all agree on its size.
 
     The rule is that of `capture`, without its ways out of a tie: inputs of two dimensions or more share one first size above 1,
     and a vector belongs to the batch if it has that size and no input has it as a length.

@@ -1,4 +1,4 @@
-"""The batch is marked before the first trace: the backend sees it symbolic at once, and only calls of this backend are touched."""
+"""The batch is marked before the first trace: the backend sees it symbolic at once; calls of other backends are left alone."""
 
 from __future__ import annotations
 
