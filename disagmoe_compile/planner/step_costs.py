@@ -1,18 +1,45 @@
-"""What one sequence of a training step costs in every stage, and what it sends between them."""
+"""What one sequence of a training step costs in every stage, and what it sends between them.
+
+    model_costs(spec) ──┐                       closed forms, `layer_costs.py`
+                        ├──> ModelCosts ──> the planner
+    a traced graph ─────┘                       counted, `backend/model_costs.py`
+
+Stages are those of the compiled model: attention stage b holds everything between the experts of MoE boundary b - 1 and those of
+b. Layers without experts belong to the attention stage that follows them, after the last experts to the head.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from disagmoe_compile.errors import InputError
+from disagmoe_compile.planner.layer_costs import (
+    ComponentCosts,
+    CostSet,
+    SequenceWork,
+    attention_block,
+    dense_block,
+    embedding,
+    head,
+    routed_experts,
+    router_block,
+    shared_experts,
+)
 from disagmoe_compile.planner.model_spec import ModelSpec
 
-
-class CostSet(StrEnum):
-    """`corrected` is derived from the matmuls; `paper` is what DisagMoE (arXiv 2605.11005) prints."""
-
-    CORRECTED = "corrected"
-    PAPER = "paper"
+__all__ = [
+    "ComponentCosts",
+    "CostSet",
+    "Dedup",
+    "ExchangeBytes",
+    "ModelCosts",
+    "exchange_bytes",
+    "expected_copies",
+    "grouped_gemm_efficiency",
+    "model_costs",
+]
 
 
 class Dedup(StrEnum):
@@ -21,25 +48,6 @@ class Dedup(StrEnum):
     NONE = "none"
     RANK = "rank"
     NODE = "node"
-
-
-@dataclass(frozen=True, slots=True)
-class ComponentCosts:
-    """One component of one stage, for ONE sequence. FLOPs count 2 a multiply-add; bytes are of the compute data type.
-
-    `parameters`: elements the stage holds, whatever the batch. `forward_flops`, `backward_flops`: all of them, of which
-    `core_forward_flops`, `core_backward_flops` run in the attention core (or a linear layer's recurrence) and not in plain matmuls.
-    `activation_bytes`: what the forward keeps for its backward; `activation_bytes_recompute`: the same where only the stage's
-    inputs are kept and the backward begins with another forward (then add `forward_flops` to the backward).
-    """
-
-    parameters: int = 0
-    forward_flops: float = 0.0
-    backward_flops: float = 0.0
-    core_forward_flops: float = 0.0
-    core_backward_flops: float = 0.0
-    activation_bytes: float = 0.0
-    activation_bytes_recompute: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +74,22 @@ class ModelCosts:
     top_k: int
     tied_embeddings: bool
 
+    def __post_init__(self) -> None:
+        assert len(self.attention) == len(self.experts) == len(self.shared) > 0, "one entry a boundary"
+
     @property
     def n_boundaries(self) -> int:
         return len(self.experts)
 
+    @property
+    def parameters(self) -> int:
+        """Elements of the whole model."""
+        return sum(part.parameters for part in (*self.attention, *self.experts, *self.shared, self.head))
+
 
 @dataclass(frozen=True, slots=True)
 class ExchangeBytes:
-    """Bytes of ONE exchange in ONE direction for ONE sequence: through NICs, and over links inside a node."""
+    """Bytes of ONE exchange in ONE direction for ONE sequence: through NICs, and over links inside a node of the experts."""
 
     nic: float
     link: float
@@ -82,30 +98,117 @@ class ExchangeBytes:
 def model_costs(
     spec: ModelSpec, *, seq_length: int, cost_set: CostSet = CostSet.CORRECTED, element_bytes: int = 2
 ) -> ModelCosts:
-    """Costs of every stage of `spec` from closed forms."""
-    raise NotImplementedError
+    """Costs of every stage of `spec` from the closed forms of `layer_costs.py`. Raises InputError for a length below 1.
+
+    With recompute an attention stage keeps its inputs: the residual stream and the experts' summed output, 2 H a token, the first
+    stage token numbers. Ours.
+    """
+    work = SequenceWork(seq_length, element_bytes, cost_set)
+    stage_inputs = ComponentCosts(activation_bytes_recompute=work.bytes_of(2 * spec.hidden))
+    stages: list[ComponentCosts] = []
+    current = embedding(spec, work)
+    for layer in spec.layers:
+        current += attention_block(spec, layer, work)
+        if layer.has_experts:
+            stages.append(current + router_block(spec, work))
+            current = stage_inputs
+        else:
+            current += dense_block(spec, work)
+    return ModelCosts(
+        name=spec.name,
+        seq_length=seq_length,
+        cost_set=cost_set,
+        element_bytes=element_bytes,
+        attention=tuple(stages),
+        experts=(routed_experts(spec, work),) * len(stages),
+        shared=(shared_experts(spec, work),) * len(stages),
+        head=current + head(spec, work),
+        token_bytes=spec.hidden * element_bytes,
+        residual_bytes_per_token=spec.hidden * element_bytes,
+        num_experts=spec.num_experts,
+        top_k=spec.top_k,
+        tied_embeddings=spec.tied_embeddings,
+    )
+
+
+def with_recompute(costs: ComponentCosts, *, recompute: bool) -> ComponentCosts:
+    """`costs` with recompute decided: the backward includes the second forward, and the activation bytes are the kept ones."""
+    if not recompute:
+        return costs
+    return replace(
+        costs,
+        backward_flops=costs.backward_flops + costs.forward_flops,
+        core_backward_flops=costs.core_backward_flops + costs.core_forward_flops,
+        activation_bytes=costs.activation_bytes_recompute,
+    )
 
 
 def expected_copies(num_experts: int, top_k: int, destinations: int) -> float:
     """Expected number of distinct destinations of a token whose `top_k` of `num_experts` experts are drawn uniformly.
 
-    Destinations hold experts as evenly as possible (their numbers differ by one at most); exact: the sum over destinations of
-    1 - C(E - e_d, k) / C(E, k), which is N (1 - C(E - E/N, k) / C(E, k)) where N divides E.
+    Destinations hold experts as evenly as possible (their numbers differ by one at most). Exact, and ours for uneven shares: the
+    sum over destinations d of 1 - C(E - e_d, k) / C(E, k), which is N (1 - C(E - E/N, k) / C(E, k)) where N divides E. Real
+    routers are not uniform: groups of experts (DeepSeek-V2, V3) send fewer copies to nodes.
     """
-    raise NotImplementedError
+    if not 1 <= destinations <= num_experts or not 1 <= top_k <= num_experts:
+        raise InputError(
+            f"{top_k} of {num_experts} experts on {destinations} destinations: each destination needs an expert, and a token "
+            f"from 1 to {num_experts}"
+        )
+    small, larger = divmod(num_experts, destinations)
+    all_choices = math.comb(num_experts, top_k)
+
+    def hit(experts_here: int) -> float:
+        return 1 - math.comb(num_experts - experts_here, top_k) / all_choices
+
+    return larger * hit(small + 1) + (destinations - larger) * hit(small)
 
 
 def exchange_bytes(costs: ModelCosts, dedup: Dedup, *, ffn_ranks: int, ranks_per_node: int) -> ExchangeBytes:
-    """Bytes one exchange in one direction moves for one sequence, with the F-group on nodes of its own."""
-    raise NotImplementedError
+    """Bytes one exchange moves in one direction for one sequence, with the F-group on nodes of its own. Ours.
+
+        none   k rows a token through NICs (the paper's V)
+        rank   a row for each distinct rank, through NICs
+        node   a row for each distinct node through NICs, to a rank there that needs it; from there a row to each other rank
+               that does, over links. On the way back ranks of a node sum their rows first, so the bytes are the same.
+    Ranks hold experts as evenly as possible, nodes too (`ranks_per_node` ranks a node, the last may have fewer). Routing numbers
+    and weights, k times 8 bytes a token, are not counted.
+    """
+    if ffn_ranks < 1 or ranks_per_node < 1:
+        raise InputError(
+            f"ffn_ranks and ranks_per_node must be at least 1, got {ffn_ranks} and {ranks_per_node}"
+        )
+    row_bytes = float(costs.token_bytes * costs.seq_length)
+    if dedup is Dedup.NONE:
+        return ExchangeBytes(nic=costs.top_k * row_bytes, link=0.0)
+    ranks = expected_copies(costs.num_experts, costs.top_k, ffn_ranks)
+    if dedup is Dedup.RANK:
+        return ExchangeBytes(nic=ranks * row_bytes, link=0.0)
+    nodes = expected_copies(costs.num_experts, costs.top_k, math.ceil(ffn_ranks / ranks_per_node))
+    return ExchangeBytes(nic=nodes * row_bytes, link=max(0.0, ranks - nodes) * row_bytes)
 
 
 def grouped_gemm_efficiency(
     rows_per_expert: float,
     *,
-    tile_rows: int = 128,
     ridge_flops_per_byte: float,
+    tile_rows: int = 128,
     element_bytes: int = 2,
 ) -> float:
-    """Share (0 to 1] of a large matmul's speed that a grouped matmul reaches with so few rows an expert."""
-    raise NotImplementedError
+    """Share (0 to 1) of a large matmul's speed that a grouped matmul reaches with `rows_per_expert` rows an expert. ASSUMED.
+
+        min( r / (r + tile_rows / 2),  r (2 / element_bytes) / ridge_flops_per_byte )
+
+    Ours, not measured. First term: an expert's rows are padded to whole tiles, and with random routing half a tile is empty on
+    average; kernels work on 128 rows (vLLM's `BatchedDeepGemmExperts`: "The Deep Gemm kernels only support block size of 128").
+    Second: with few rows the time is that of reading the weights once, and r rows do 2 r FLOPs an element of `element_bytes`.
+    `ridge_flops_per_byte`: achieved FLOP/s over achieved bytes/s of the GPU's memory, where a large matmul turns compute-bound.
+    The cluster's `gemm` efficiency is to be multiplied by it.
+    """
+    if not (rows_per_expert > 0 and ridge_flops_per_byte > 0 and tile_rows >= 0 and element_bytes > 0):
+        raise InputError(
+            f"rows_per_expert and ridge_flops_per_byte must be positive, got {rows_per_expert!r} and {ridge_flops_per_byte!r}"
+        )
+    padding = rows_per_expert / (rows_per_expert + tile_rows / 2)
+    weight_reading = rows_per_expert * 2 / element_bytes / ridge_flops_per_byte
+    return min(padding, weight_reading)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import pytest
+from specs import spec
 
 from disagmoe_compile.errors import InputError
 from disagmoe_compile.planner.cost_model import StageCosts, split_world
 from disagmoe_compile.planner.hardware import find_cluster, local_cpu
-from disagmoe_compile.planner.layer_costs import LayerShape, layer_costs
+from disagmoe_compile.planner.model_spec import AttentionKind, AttentionSpec, ModelSpec
+from disagmoe_compile.planner.step_costs import Dedup, exchange_bytes, model_costs
 
-DENSE_HEAVY = LayerShape(
-    hidden=256, heads=8, kv_heads=8, head_dim=32, expert_hidden=64, num_experts=8, top_k=1
-)
-EXPERT_HEAVY = LayerShape(
-    hidden=256, heads=8, kv_heads=8, head_dim=32, expert_hidden=1024, num_experts=8, top_k=4
-)
+_MHA = AttentionSpec(AttentionKind.MHA, heads=8, kv_heads=8, head_dim=32)
+DENSE_HEAVY = spec(n_layers=1, hidden=256, attention=_MHA, expert_hidden=64, top_k=1)
+EXPERT_HEAVY = spec(n_layers=1, hidden=256, attention=_MHA, expert_hidden=1024, top_k=4)
+
+
+def layer_costs(model: ModelSpec, *, seq_length: int) -> StageCosts:
+    costs = model_costs(model, seq_length=seq_length)
+    exchange = exchange_bytes(costs, Dedup.NONE, ffn_ranks=1, ranks_per_node=1).nic
+    return StageCosts(costs.attention[0].forward_flops, costs.experts[0].forward_flops, exchange)
 
 
 def test_two_models_get_two_splits() -> None:

@@ -1,95 +1,144 @@
-"""Closed forms against counts made another way: torch's FLOP counter and a walk over (query, key) pairs."""
+"""Closed forms of a layer against counts made another way: a walk over (query, key) pairs, weights times tokens, the paper."""
 
 from __future__ import annotations
 
 import pytest
+from specs import EVERY_KIND, MLA, spec
 
 from disagmoe_compile.errors import InputError
-from disagmoe_compile.planner.layer_costs import CostSet, LayerShape, layer_costs, mean_context
-
-SHAPE = LayerShape(
-    hidden=48, heads=6, kv_heads=2, head_dim=16, expert_hidden=32, num_experts=8, top_k=2, shared_experts=1
+from disagmoe_compile.planner.layer_costs import (
+    CostSet,
+    SequenceWork,
+    active_parameters,
+    attention_block,
+    dense_block,
+    mean_context,
+    routed_experts,
+    router_block,
+    shared_experts,
+    total_parameters,
 )
+from disagmoe_compile.planner.model_spec import ActiveConvention, Context, LayerSpec, ModelSpec
+
+FULL = LayerSpec()
 
 
-def counted_flops(shape: LayerShape, tokens: int) -> tuple[int, int]:
-    """FLOPs of the matmuls of a layer but for the attention core, as torch counts them on meta tensors."""
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    x_TH = torch.empty(tokens, shape.hidden, device="meta")
-    query_dim, kv_dim = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    with FlopCounterMode(display=False) as attention:
-        for width in (query_dim, kv_dim, kv_dim):
-            x_TH @ torch.empty(shape.hidden, width, device="meta")
-        torch.empty(tokens, query_dim, device="meta") @ torch.empty(query_dim, shape.hidden, device="meta")
-        x_TH @ torch.empty(shape.hidden, shape.num_experts, device="meta")
-    with FlopCounterMode(display=False) as experts:
-        for _ in range(shape.top_k + shape.shared_experts):
-            up = x_TH @ torch.empty(shape.hidden, shape.expert_hidden, device="meta")
-            gate = x_TH @ torch.empty(shape.hidden, shape.expert_hidden, device="meta")
-            (up * gate) @ torch.empty(shape.expert_hidden, shape.hidden, device="meta")
-    return attention.get_total_flops(), experts.get_total_flops()
-
-
-def keys_seen(seq_length: int, window: int | None) -> int:
+def keys_seen(seq_length: int, window: int | None = None, chunk: int | None = None) -> int:
     return sum(
-        1 for query in range(seq_length) for key in range(query + 1) if window is None or query - key < window
+        1
+        for query in range(seq_length)
+        for key in range(query + 1)
+        if (window is None or query - key < window) and (chunk is None or query // chunk == key // chunk)
     )
-
-
-def test_corrected_costs_equal_what_torch_counts() -> None:
-    tokens = 24
-    costs = layer_costs(SHAPE, seq_length=tokens)
-    attention, experts = counted_flops(SHAPE, tokens)
-    core = 2 * 2 * keys_seen(tokens, None) * SHAPE.heads * SHAPE.head_dim  # QK^T and PV
-    assert costs.attention_flops == attention + core
-    assert costs.ffn_flops == experts
 
 
 @pytest.mark.parametrize(("seq_length", "window"), [(7, None), (7, 3), (7, 7), (7, 100), (1, 1)])
-def test_mean_context_counts_pairs(seq_length: int, window: int | None) -> None:
-    assert mean_context(seq_length, window) * seq_length == pytest.approx(keys_seen(seq_length, window))
+def test_mean_context_of_a_window_counts_pairs(seq_length: int, window: int | None) -> None:
+    mean = mean_context(seq_length, Context.SLIDING, window=window)
+    assert mean * seq_length == pytest.approx(keys_seen(seq_length, window))
 
 
-def test_exchange_is_one_direction_without_de_duplication() -> None:
+@pytest.mark.parametrize(("seq_length", "chunk"), [(7, 3), (9, 3), (7, 7), (7, 100), (1, 1)])
+def test_mean_context_of_chunks_counts_pairs(seq_length: int, chunk: int) -> None:
+    mean = mean_context(seq_length, Context.CHUNKED, chunk=chunk)
+    assert mean * seq_length == pytest.approx(keys_seen(seq_length, chunk=chunk))
+
+
+def test_only_layers_of_that_context_are_limited() -> None:
+    assert mean_context(64, Context.FULL, window=8, chunk=8) == mean_context(64)
+    narrow, wide = (
+        attention_block(EVERY_KIND["sliding"], LayerSpec(context), SequenceWork(64)).core_forward_flops
+        for context in (Context.SLIDING, Context.FULL)
+    )
+    assert narrow == pytest.approx(wide * keys_seen(64, 8) / keys_seen(64))
+
+
+def test_the_core_costs_two_matmuls_a_pair() -> None:
+    small, tokens = spec(), 24
     assert (
-        layer_costs(SHAPE, seq_length=10, sequences=3).exchange_bytes == 2 * 30 * SHAPE.top_k * SHAPE.hidden
+        attention_block(small, FULL, SequenceWork(tokens)).core_forward_flops
+        == 2 * 2 * keys_seen(tokens) * 96
+    )
+    latent = attention_block(spec(attention=MLA), FULL, SequenceWork(tokens)).core_forward_flops
+    assert latent == 2 * keys_seen(tokens) * 4 * (24 + 12)  # scores over 24 elements a head, values of 12
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_every_weight_of_a_matmul_costs_two_flops_a_token(kind: str) -> None:
+    """But for norms, biases, convolution and sinks, which are no matmuls, all weights of a layer are used once a token."""
+    model, tokens = EVERY_KIND[kind], 16
+    work = SequenceWork(tokens)
+    for layer in model.layers:
+        part = attention_block(model, layer, work)
+        no_matmul = model.hidden
+        if layer.context is Context.LINEAR:
+            assert model.linear is not None
+            mixed = 2 * model.linear.key_dim + model.linear.value_dim
+            no_matmul += 4 * mixed + 2 * model.linear.value_heads + model.linear.value_head_dim
+        matmul_flops = part.forward_flops - part.core_forward_flops
+        assert matmul_flops == 2 * tokens * (part.parameters - no_matmul)
+    assert router_block(model, work).forward_flops == 2 * tokens * model.hidden * model.num_experts
+    matrices = 3 if model.gated_mlp else 2
+    assert routed_experts(model, work).forward_flops == 2 * tokens * matrices * 2 * 48 * 32
+
+
+def test_the_paper_intensities_come_out_of_its_costs() -> None:
+    """I_attn = (H (2 + 2/g) + 4 S) / (2 k) and I_ffn = 2 D_e, as printed."""
+    model, s, g = spec(), 4096, 3
+    work = SequenceWork(s, cost_set=CostSet.PAPER)
+    exchange_bytes = 2 * s * model.top_k * model.hidden
+    attention, router = attention_block(model, FULL, work), router_block(model, work)
+    assert (attention.forward_flops + router.forward_flops) / exchange_bytes == pytest.approx(
+        (model.hidden * (2 + 2 / g) + 4 * s) / (2 * model.top_k)
+    )
+    assert routed_experts(model, work).forward_flops / exchange_bytes == pytest.approx(
+        2 * model.expert_hidden
     )
 
 
-def test_the_papers_intensities_come_out_of_its_costs() -> None:
-    # I_attn = (H (2 + 2/g) + 4 S) / (2 k) and I_ffn = 2 D_e, as printed.
-    s, g = 4096, SHAPE.heads / SHAPE.kv_heads
-    costs = layer_costs(SHAPE, seq_length=s, cost_set=CostSet.PAPER)
-    assert costs.attention_flops / costs.exchange_bytes == pytest.approx(
-        (SHAPE.hidden * (2 + 2 / g) + 4 * s) / (2 * SHAPE.top_k)
+def test_backward_is_twice_the_matmuls_and_two_and_a_half_cores() -> None:
+    part = attention_block(spec(), FULL, SequenceWork(32))
+    matmuls = part.forward_flops - part.core_forward_flops
+    assert part.core_backward_flops == 2.5 * part.core_forward_flops
+    assert part.backward_flops == 2 * matmuls + part.core_backward_flops
+
+
+def test_a_gate_is_a_third_matmul() -> None:
+    work = SequenceWork(8)
+    gated, plain = (dense_block(spec(dense_hidden=96, gated_mlp=g), work) for g in (True, False))
+    assert gated.forward_flops == 1.5 * plain.forward_flops
+    assert gated.parameters - 48 == 1.5 * (plain.parameters - 48)
+
+
+def test_a_model_without_shared_experts_pays_nothing_for_them() -> None:
+    assert shared_experts(spec(), SequenceWork(8)).parameters == 0
+    assert shared_experts(spec(), SequenceWork(8)).forward_flops == 0
+
+
+def counted_by_hand(model: ModelSpec) -> int:
+    h, d, e = model.hidden, model.expert_hidden, model.num_experts
+    attention = h * 96 + 2 * h * 32 + 96 * h
+    return model.n_layers * (2 * h + attention + e * h + e * 3 * h * d) + 2 * model.vocab * h + h
+
+
+def test_total_parameters_by_hand_and_active_ones_by_convention() -> None:
+    model = spec()
+    assert total_parameters(model) == counted_by_hand(model)
+    everything = active_parameters(model, ActiveConvention.ALL)
+    assert total_parameters(model) - everything == 2 * 6 * 3 * 48 * 32  # six idle experts in two layers
+    assert everything - active_parameters(model, ActiveConvention.NO_INPUT_EMBEDDING) == 4800
+    assert everything - active_parameters(model, ActiveConvention.NO_EMBEDDINGS) == 9600
+
+
+def test_a_tied_embedding_is_counted_once_and_is_active_as_the_head() -> None:
+    tied = EVERY_KIND["tied"]
+    assert total_parameters(spec()) - total_parameters(tied) == 4800
+    assert active_parameters(tied, ActiveConvention.NO_INPUT_EMBEDDING) == active_parameters(
+        tied, ActiveConvention.ALL
     )
-    assert costs.ffn_flops / costs.exchange_bytes == pytest.approx(2 * SHAPE.expert_hidden)
 
 
-def test_sequences_scale_every_cost() -> None:
-    one, five = (layer_costs(SHAPE, seq_length=64, sequences=n) for n in (1, 5))
-    assert five == one + one + one + one + one
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hidden": 0}, "hidden"),
-        ({"heads": 5}, "5 heads cannot share 2"),
-        ({"top_k": 9}, "top_k 9 is more than the 8 experts"),
-        ({"window": 0}, "window"),
-        ({"shared_experts": -1}, "shared_experts"),
-    ],
-)
-def test_an_impossible_layer_is_refused(change: dict[str, int], message: str) -> None:
-    import dataclasses
-
-    with pytest.raises(InputError, match=message):
-        dataclasses.replace(SHAPE, **change)
-
-
-def test_an_empty_batch_is_refused() -> None:
-    with pytest.raises(InputError, match="at least 1, got 0"):
-        layer_costs(SHAPE, seq_length=0)
+@pytest.mark.parametrize("name", ["seq_length", "element_bytes"])
+def test_an_empty_sequence_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match=f"{name} must be at least 1, got 0"):
+        SequenceWork(**{"seq_length": 8, name: 0})
