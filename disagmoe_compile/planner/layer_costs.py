@@ -108,7 +108,7 @@ def attention_block(spec: ModelSpec, layer: LayerSpec, work: SequenceWork) -> Co
     if layer.context is Context.LINEAR:
         assert spec.linear is not None
         return _linear_attention(spec, spec.linear, work)
-    shape = spec.attention
+    shape = layer.attention or spec.attention
     parameters = _attention_parameters(shape, spec.hidden) + spec.hidden
     saved_bytes = work.bytes_of(2 * spec.hidden + _attention_saved(shape))
     saved_bytes += work.seq_length * _FP32_BYTES * shape.heads
@@ -237,7 +237,7 @@ def _projection_weights(shape: AttentionSpec, hidden: int) -> int:
     output = shape.output_dim * hidden
     if not shape.is_latent:
         queries = shape.query_dim * (2 if shape.output_gate else 1)
-        return hidden * (queries + 2 * shape.kv_heads * shape.head_dim) + output
+        return hidden * (queries + shape.kv_heads * (shape.head_dim + shape.value_head_dim)) + output
     queries = (
         shape.q_lora_rank * (hidden + shape.query_dim) if shape.q_lora_rank else hidden * shape.query_dim
     )
@@ -249,7 +249,7 @@ def _projection_weights(shape: AttentionSpec, hidden: int) -> int:
 def _attention_parameters(shape: AttentionSpec, hidden: int) -> int:
     parameters = _projection_weights(shape, hidden) + shape.norm_elements
     if shape.qkv_bias:
-        parameters += shape.query_dim + 2 * shape.kv_heads * shape.head_dim
+        parameters += shape.query_dim + shape.kv_heads * (shape.head_dim + shape.value_head_dim)
     if shape.output_bias:
         parameters += hidden
     return parameters + (shape.heads if shape.sinks else 0)
@@ -260,10 +260,10 @@ def _attention_saved(shape: AttentionSpec) -> int:
     if shape.is_latent:
         latents = 2 * (shape.q_lora_rank + shape.kv_lora_rank)  # input and output of their norms
         return latents + 2 * shape.query_dim + 2 * shape.output_dim  # queries, keys; values, output
-    keys = shape.kv_heads * shape.head_dim
+    keys, values = shape.kv_heads * shape.head_dim, shape.kv_heads * shape.value_head_dim
     unnormalised = shape.query_dim + keys if shape.norm_elements else 0
     gate = 2 * shape.output_dim if shape.output_gate else 0  # the gate, and the gated output
-    return shape.query_dim + 2 * keys + shape.output_dim + unnormalised + gate
+    return shape.query_dim + keys + values + shape.output_dim + unnormalised + gate
 
 
 def _linear_attention(spec: ModelSpec, shape: LinearAttentionSpec, work: SequenceWork) -> ComponentCosts:

@@ -50,7 +50,7 @@ class ActiveConvention(StrEnum):
 class AttentionSpec:
     """Softmax attention of a layer, in elements.
 
-    `head_dim` is of queries, keys and values alike, but for MLA, which has none: its query and key heads are
+    `head_dim` is of queries, keys and values alike (`v_head_dim`, if given, of values), but for MLA: its query and key heads are
     `qk_nope_head_dim + qk_rope_head_dim` wide, its value heads `v_head_dim`, keys and values come from `kv_lora_rank` elements
     a token, and queries from `q_lora_rank` (0: straight from the hidden state). `output_gate`: a gate as wide as the queries,
     from the query projection (Qwen3-Next). `norm_elements`: weights of the norms of queries, keys and latents in one layer.
@@ -78,7 +78,7 @@ class AttentionSpec:
         else:
             needed += ("head_dim",)
         _require_positive(self, needed)
-        _require_not_negative(self, ("q_lora_rank", "qk_rope_head_dim", "norm_elements"))
+        _require_not_negative(self, ("q_lora_rank", "qk_rope_head_dim", "v_head_dim", "norm_elements"))
         if self.heads % self.kv_heads:
             raise InputError(f"{self.heads} heads cannot share {self.kv_heads} key-value heads evenly")
 
@@ -93,7 +93,7 @@ class AttentionSpec:
 
     @property
     def value_head_dim(self) -> int:
-        return self.v_head_dim if self.is_latent else self.head_dim
+        return self.v_head_dim or self.head_dim
 
     @property
     def query_dim(self) -> int:
@@ -132,10 +132,13 @@ class LinearAttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One transformer layer: `has_experts`, or a dense MLP of `ModelSpec.dense_hidden`."""
+    """One transformer layer: `has_experts`, or a dense MLP of `ModelSpec.dense_hidden`; `attention` where it differs from the
+    model's (MiMo, Gemma 4: other heads in layers with a window).
+    """
 
     context: Context = Context.FULL
     has_experts: bool = True
+    attention: AttentionSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
