@@ -16,8 +16,8 @@ from disagmoe_compile.passes.aliasing import remove_dead
 from disagmoe_compile.passes.base import PassReport
 from disagmoe_compile.passes.contract import Capability
 from disagmoe_compile.passes.experts_op import experts
-from disagmoe_compile.passes.metadata import emit, rank_of, value
-from disagmoe_compile.passes.regions import Region
+from disagmoe_compile.passes.metadata import emit, rank_of, shape, value
+from disagmoe_compile.passes.regions import ParamNodes, Region
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class CanonicalizeExperts:
 
 def _follow(region: Region, replaced: dict[fx.Node, fx.Node]) -> Region:
     """A region that reads the exit of an earlier one now reads the canonical node in its place."""
-    names = ("tokens", "token_ids", "expert_ids", "weights")
+    names = ("tokens", "token_ids", "expert_ids", "weights", "base")
     moved = {name: replaced[getattr(region, name)] for name in names if getattr(region, name) in replaced}
     return replace(region, **moved)
 
@@ -63,6 +63,7 @@ def _follow(region: Region, replaced: dict[fx.Node, fx.Node]) -> Region:
 def _replace(
     graph_module: fx.GraphModule, boundary: int, region: Region, functions: dict[str, str]
 ) -> fx.Node:
+    """The node that takes the place of the region's exit."""
     graph = graph_module.graph
     # Equal layers share one function module.
     code = region.function.code
@@ -70,32 +71,79 @@ def _replace(
         functions[code] = f"expert_function_{len(functions)}"
         graph_module.add_submodule(functions[code], region.function)
     with graph.inserting_before(region.exit):
-        expert_P = region.expert_ids
-        if rank_of(expert_P) == 2:
-            expert_P = emit(graph, "reshape", (expert_P, -1))
+        expert_P = _flat(graph, region.expert_ids)
         token_P = region.token_ids
         if token_P is None:
-            pairs = emit(graph, "size", (expert_P, 0))
-            every_pair = emit(graph, torch.arange, (pairs,), {"device": value(expert_P).device})
-            if region.top_k > 1:
-                token_P = emit(graph, torch.floor_divide, (every_pair, region.top_k))
-            else:
-                token_P = every_pair
-        weight_P = region.weights
-        if weight_P is None:
-            weight_P = emit(graph, torch.ones_like, (expert_P,), {"dtype": value(region.tokens).dtype})
-        elif rank_of(weight_P) == 2:
-            if region.weights_by_expert:
-                weight_P = emit(graph, "gather", (weight_P, 1, region.expert_ids))
-            weight_P = emit(graph, "reshape", (weight_P, -1))
+            token_P = _token_of_each_pair(graph, expert_P, region.top_k)
+        weight_P = _weight_of_each_pair(graph, region, expert_P)
+        params = [_param(graph, nodes) for nodes in region.params]
         function = graph.get_attr(functions[code])
         node = graph.call_function(
             experts,
-            (region.tokens, token_P, expert_P, weight_P, *region.params),
+            (_rows(graph, region.tokens), token_P, expert_P, weight_P, *params),
             {"function": function, "num_experts": region.num_experts},
         )
-    node.meta = {**region.exit.meta, "example_value": value(region.exit)}
+        node.meta = {**region.exit.meta, "example_value": _rows_value(graph, region.exit)}
+        result = node if rank_of(region.exit) == 2 else _like_tokens(graph, node, region.tokens)
+        if region.base is not None:
+            result = emit(graph, torch.add, (region.base, result))
     layer = metadata.layer_of(region.exit)
     node.meta[metadata.EXPERTS] = ExpertsInfo(boundary, region.style, region.num_experts, region.top_k, layer)
-    region.exit.replace_all_uses_with(node)
-    return node
+    region.exit.replace_all_uses_with(result)
+    return result
+
+
+def _rows(graph: fx.Graph, tokens: fx.Node) -> fx.Node:
+    """[T, D], whatever the leading dimensions."""
+    return tokens if rank_of(tokens) == 2 else emit(graph, "reshape", (tokens, -1, shape(tokens)[-1]))
+
+
+def _rows_value(graph: fx.Graph, exit_node: fx.Node) -> torch.Tensor:
+    tensor: torch.Tensor = value(exit_node)
+    if tensor.dim() == 2:
+        return tensor
+    with metadata.fake_mode_of(graph), torch.enable_grad():
+        return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _like_tokens(graph: fx.Graph, rows: fx.Node, tokens: fx.Node) -> fx.Node:
+    """[T, D] with the leading dimensions of the tokens."""
+    leading = [
+        size if isinstance(size, int) else emit(graph, "size", (tokens, dim))
+        for dim, size in enumerate(shape(tokens)[:-1])
+    ]
+    return emit(graph, "reshape", (rows, *leading, shape(rows)[-1]))
+
+
+def _flat(graph: fx.Graph, pairs: fx.Node) -> fx.Node:
+    return pairs if rank_of(pairs) == 1 else emit(graph, "reshape", (pairs, -1))
+
+
+def _token_of_each_pair(graph: fx.Graph, expert_P: fx.Node, top_k: int) -> fx.Node:
+    pairs = emit(graph, "size", (expert_P, 0))
+    every_pair = emit(graph, torch.arange, (pairs,), {"device": value(expert_P).device})
+    return emit(graph, torch.floor_divide, (every_pair, top_k)) if top_k > 1 else every_pair
+
+
+def _weight_of_each_pair(graph: fx.Graph, region: Region, expert_P: fx.Node) -> fx.Node:
+    if region.weights is None:
+        return emit(graph, torch.ones_like, (expert_P,), {"dtype": value(region.tokens).dtype})
+    weights = region.weights
+    if region.weights_by_expert:
+        ids = region.expert_ids
+        if rank_of(ids) != rank_of(weights):  # one expert a token
+            ids = emit(graph, "unsqueeze", (ids, -1))
+        weights = emit(graph, "gather", (weights, -1, ids))
+    return _flat(graph, weights)
+
+
+def _param(graph: fx.Graph, nodes: ParamNodes) -> fx.Node:
+    """[E, ...]: a placeholder, or one call that reads placeholders alone, so that it can move into the experts' stage."""
+    if isinstance(nodes, tuple):
+        return emit(graph, torch.stack, (nodes,))
+    if nodes.op == "placeholder":
+        return nodes
+    parameter = nodes
+    while parameter.op != "placeholder":
+        parameter = parameter.args[0]  # type: ignore[assignment]
+    return emit(graph, "reshape", (parameter, *shape(nodes)))

@@ -35,8 +35,12 @@ from disagmoe_compile.passes.metadata import (
     source_of,
     value,
 )
+from disagmoe_compile.passes.program import InputKind
 
 STAGE = "disagmoe_stage"  # node.meta key of a call of a stage's module
+SHARED_PARAMETERS = (
+    "disagmoe_shared_parameters"  # graph meta key: names of parameters that several attention stages read
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,7 @@ class Partition:
         before = len(graph_module.graph.nodes)
         graph_module.graph = graph
         graph_module.delete_all_unused_submodules()
+        graph_module.meta[SHARED_PARAMETERS] = _shared_parameters(graph)
         codes = {part.extracted.module.code for part in parts}
         notes = (f"{len(codes)} distinct attention codes", f"{before} nodes became {len(graph.nodes)}")
         return PassReport(
@@ -100,11 +105,12 @@ class _Splitter:
         self.results = output_node(self.graph).args[0]
 
     def reject_shared_parameters(self) -> None:
+        inside = {*self.experts, *(param for node in self.experts for param in node.args[4:])}
         for node in placeholders(self.graph):
-            users = {EXPERTS in user.meta for user in node.users}
+            users = {user in inside for user in node.users}
             source = source_of(node)
             if len(users) == 2 and source is not None:
-                reader = next(user for user in node.users if EXPERTS not in user.meta)
+                reader = next(user for user in node.users if user not in inside)
                 raise UnsupportedModelError(
                     f"parameter `{source.name}` is used by experts and, at {describe(reader)}, by "
                     "attention; it can live on one side "
@@ -231,12 +237,22 @@ class _Splitter:
     ) -> fx.Node:
         node, name = self.experts[boundary], f"experts_{boundary}"
         self.graph_module.add_submodule(name, _experts_module(self.graph_module, node))
-        params = [env[param] for param in node.args[4:]]
+        params = [env[param] for param in _parameters(node)]
         call = graph.create_node("call_module", name, (*dispatched, *params), {}, name=name)
         info: ExpertsInfo = node.meta[EXPERTS]
         layers = () if info.layer is None else (info.layer,)
         call.meta = {STAGE: ExpertsStage(info, layers), "example_value": value(node)}
         return call
+
+
+def _shared_parameters(graph: fx.Graph) -> frozenset[str]:
+    """Names of the parameters that several stages read: a head tied to the embedding, layers with one set of weights."""
+    sources = ((source_of(node), node) for node in placeholders(graph))
+    return frozenset(
+        source.name
+        for source, node in sources
+        if source is not None and source.kind is InputKind.PARAMETER and len(node.users) > 1
+    )
 
 
 def _reject_non_tensors(nodes: tuple[fx.Node, ...], boundary: int) -> None:
@@ -248,15 +264,26 @@ def _reject_non_tensors(nodes: tuple[fx.Node, ...], boundary: int) -> None:
             )
 
 
+def _parameters(experts: fx.Node) -> list[fx.Node]:
+    """Placeholders of the parameters, in the order of the `experts` call."""
+    params = experts.args[4:]
+    read = (n for param in params for n in ([param] if param.op == "placeholder" else param.all_input_nodes))
+    return list(dict.fromkeys(read))
+
+
 def _experts_module(graph_module: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
-    """`experts` alone, as a module of its nine or so inputs."""
+    """`experts` alone, with the calls that put separate parameters together, as a module of what is dispatched and parameters."""
     graph = fx.Graph()
-    args = []
-    for index, arg in enumerate(node.args):
-        args.append(graph.placeholder(f"a{index}"))
-        args[-1].meta = {"example_value": value(arg)}
+    env: dict[fx.Node, fx.Node] = {}
+    for index, arg in enumerate((*node.args[:4], *_parameters(node))):
+        env[arg] = graph.placeholder(f"a{index}")
+        env[arg].meta = {"example_value": value(arg)}
+    for param in node.args[4:]:
+        if param.op != "placeholder":
+            env[param] = graph.node_copy(param, env.__getitem__)
     function = graph.get_attr(node.kwargs["function"].target)
-    result = graph.call_function(node.target, tuple(args), {**node.kwargs, "function": function})
+    args = tuple(env[arg] for arg in node.args)
+    result = graph.call_function(node.target, args, {**node.kwargs, "function": function})
     result.meta = {"example_value": value(node)}
     graph.output(result)
     return fx.GraphModule(graph_module, graph, class_name="ExpertsStage")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 
 from torch import fx
@@ -17,18 +17,24 @@ from disagmoe_compile.passes.base import GraphPass, Observer, PassReport
 from disagmoe_compile.passes.batch_coupling import batch_coupled
 from disagmoe_compile.passes.canonicalize_experts import CanonicalizeExperts
 from disagmoe_compile.passes.captured import CapturedGraph
+from disagmoe_compile.passes.contract import Capability, ContractError
 from disagmoe_compile.passes.deinplace import Deinplace
 from disagmoe_compile.passes.find_regions import FindRegions
+from disagmoe_compile.passes.graph_rules import validate_graph
 from disagmoe_compile.passes.inline_checkpoint import InlineCheckpoint
 from disagmoe_compile.passes.insert_transfers import InsertTransfers
 from disagmoe_compile.passes.label_roles import LabelRoles
 from disagmoe_compile.passes.linearize_loss import UNSPLIT_LOSS, LinearizeLoss
-from disagmoe_compile.passes.manager import PassManager
+from disagmoe_compile.passes.manager import CAPTURED, PassManager
 from disagmoe_compile.passes.partition import Partition
 from disagmoe_compile.passes.probe import coupled_by_numbers
 from disagmoe_compile.passes.program import ModelPrograms
 from disagmoe_compile.passes.programs import model_programs
+from disagmoe_compile.passes.registry import registered_passes, with_extra, without
 from disagmoe_compile.passes.rematerialize_sizes import RematerializeSizes
+
+# What the programs of the stages are made from.
+_NEEDED = frozenset({Capability.TRANSFERS, Capability.LINEAR_LOSS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +68,39 @@ def default_passes(loss_reduction: str = "auto") -> tuple[GraphPass, ...]:
     )
 
 
+def assemble(
+    loss_reduction: str = "auto", extra: Iterable[GraphPass] = (), disabled: Iterable[str] = ()
+) -> PassManager:
+    """The passes that run: ours, those that other packages register, and `extra`; less those `disabled`.
+
+    Raises InputError for a name in `disabled` that no pass has, ContractError where what remains cannot run.
+    """
+    passes = with_extra(default_passes(loss_reduction), (*registered_passes(), *extra), CAPTURED)
+    return PassManager(without(passes, disabled), needed=_NEEDED)
+
+
 def partition_model(
-    captured: CapturedGraph, *, observers: Sequence[Observer] = (), loss_reduction: str = "auto"
+    captured: CapturedGraph,
+    *,
+    observers: Sequence[Observer] = (),
+    loss_reduction: str = "auto",
+    extra_passes: Iterable[GraphPass] = (),
+    disabled: Iterable[str] = (),
 ) -> PartitionResult:
     """Splits a captured graph into attention and expert programs; the captured graph itself is left as it is.
 
-    Raises UnsupportedModelError where a split cannot be shown to be safe. A graph without an MoE region
-    gives one attention program (the whole model) and no experts.
+    Raises UnsupportedModelError where a split cannot be shown to be safe, and ContractError naming pass, node and rule where
+    a pass broke the graph. A graph without an MoE region gives one attention program (the whole model) and no experts.
     """
-    passes = default_passes(loss_reduction)
-    manager = PassManager(passes)
+    manager = assemble(loss_reduction, extra_passes, disabled)
+    passes = manager.passes
     graph_module = working_copy(captured)
     reports = manager.run(graph_module, observers)
+    violations = validate_graph(graph_module)
+    if violations:
+        raise ContractError(
+            f"the partitioned graph breaks {len(violations)} rules: {'; '.join(map(str, violations))}"
+        )
     programs = model_programs(graph_module, captured.batch_symbol)
     unsplit_loss = graph_module.meta.get(UNSPLIT_LOSS)
     by_numbers = coupled_by_numbers(programs, captured, unsplit_loss, loss_reduction)
@@ -128,8 +155,10 @@ def fingerprint(programs: ModelPrograms, passes: Sequence[GraphPass]) -> str:
             add(dims(o.shape), o.dtype, o.requires_grad)
     for experts in programs.experts:
         add(experts.stage, experts.function.code, experts.num_experts, experts.top_k, experts.style)
-        for i in experts.params:
-            add(i.name, dims(i.shape), i.dtype)
+        for param in experts.params:
+            add(dims(param.shape))
+            for i in param.inputs:
+                add(i.name, dims(i.shape), i.dtype, i.requires_grad)
     if programs.loss is not None:
         add(programs.loss.denominators.code, programs.loss.coefficients, programs.loss.output_index)
     for graph_pass in passes:

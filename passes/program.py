@@ -96,16 +96,51 @@ class AttentionProgram:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertParam:
+    """One parameter of the per-expert function, for all experts of a boundary.
+
+    `inputs`: ONE parameter that holds the experts one after another in dim 0, or E separate ones in the order of the experts.
+    `shape`: [E, ...], what the function sees of all experts together; a stacked parameter [E * H, D] may be seen as [E, H, D].
+    """
+
+    inputs: tuple[StageInput, ...]
+    shape: tuple[Dim, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.inputs) not in (1, self.shape[0]):
+            raise ValueError(f"{len(self.inputs)} parameters for {self.shape[0]} experts")
+
+    @property
+    def is_separate(self) -> bool:
+        return len(self.inputs) > 1 or self.inputs[0].shape == self.shape[1:]
+
+    @property
+    def name(self) -> str:
+        """Of the parameter, or of the first and last of the separate ones."""
+        first, last = self.inputs[0].name, self.inputs[-1].name
+        return f"{first} ... {last}" if len(self.inputs) > 1 else first
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return self.inputs[0].dtype
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any expert's is trained."""
+        return any(one.requires_grad for one in self.inputs)
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsProgram:
     """The experts of boundary `boundary` as one function of an expert's rows.
 
-    `function(rows_PD, weight_P, *params)` -> rows_PD, with each parameter being ONE expert's slice (dim 0 of the stacked
-    parameter removed); rows never interact. `params` are the stacked parameters, shape[0] == num_experts.
+    `function(rows_PD, weight_P, *params)` -> rows_PD, with each parameter being ONE expert's (`params[i].shape[1:]`); rows never
+    interact.
     """
 
     boundary: int
     function: fx.GraphModule
-    params: tuple[StageInput, ...]
+    params: tuple[ExpertParam, ...]
     num_experts: int
     top_k: int
     in_features: int
@@ -119,6 +154,11 @@ class ExpertsProgram:
     @property
     def stage(self) -> int:
         return 2 * self.boundary + 1
+
+    @property
+    def param_inputs(self) -> tuple[StageInput, ...]:
+        """Every parameter of every expert."""
+        return tuple(one for param in self.params for one in param.inputs)
 
 
 @dataclass(frozen=True, slots=True)

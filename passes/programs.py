@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import sympy
@@ -18,6 +18,7 @@ from disagmoe_compile.passes.partition import STAGE, AttentionStage, ExpertsStag
 from disagmoe_compile.passes.program import (
     AttentionProgram,
     Dispatch,
+    ExpertParam,
     ExpertsProgram,
     InputKind,
     LossProgram,
@@ -121,11 +122,11 @@ def _experts(graph_module: fx.GraphModule, call: fx.Node) -> ExpertsProgram:
     function = module.get_submodule(str(canonical.kwargs["function"].target))  # type: ignore[union-attr]
     assert isinstance(function, fx.GraphModule), "expert functions are graph modules"
     tokens, _, _, weights = call.args[:4]
-    params = [source_of(argument) for argument in call.args[4:]]  # type: ignore[arg-type]
+    sources = dict(zip(placeholders(module.graph)[4:], map(source_of, call.args[4:]), strict=True))  # type: ignore[arg-type]
     return ExpertsProgram(
         boundary=stage.info.boundary,
         function=function,
-        params=tuple(param for param in params if param is not None),
+        params=tuple(_expert_param(param, sources) for param in canonical.args[4:]),  # type: ignore[arg-type]
         num_experts=stage.info.num_experts,
         top_k=stage.info.top_k,
         in_features=int(value(tokens).shape[-1]),  # type: ignore[arg-type]
@@ -136,6 +137,12 @@ def _experts(graph_module: fx.GraphModule, call: fx.Node) -> ExpertsProgram:
         style=stage.info.style,
         layers=stage.layers,
     )
+
+
+def _expert_param(param: fx.Node, sources: Mapping[fx.Node, StageInput | None]) -> ExpertParam:
+    read = [param] if param.op == "placeholder" else param.all_input_nodes
+    inputs = tuple(source for node in read if (source := sources[node]) is not None)
+    return ExpertParam(inputs, shape(param))
 
 
 def _loss(graph_module: fx.GraphModule) -> LossProgram | None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from torch import fx
 
 from disagmoe_compile.passes.metadata import describe
+
+ParamNodes: TypeAlias = fx.Node | tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +23,11 @@ class Region:
 
     `tokens` [T, D]; `token_ids` [P], or None where pair p belongs to token p // top_k; `expert_ids` [P] or
     [T, k]; `weights` [P] or [T, k], None where the region applies none, or [T, E] where `weights_by_expert`;
-    `params` the stacked expert parameters; `exit` [T, D] the plain sum over pairs.
-    `function(rows_PD, weight_P, *params)` computes one expert's rows.
+    `params`: each a parameter stacked over experts (or a view of one as [E, ...]), or the E separate parameters
+    of the experts in their order. `exit` [T, D] the plain sum over pairs, added to `base` [T, D] where there is
+    one. `function(rows_PD, weight_P, *params)` computes one expert's rows.
+
+    Tokens, ids, weights and exit may have several leading dimensions in place of T.
     """
 
     style: str
@@ -30,12 +35,13 @@ class Region:
     token_ids: fx.Node | None
     expert_ids: fx.Node
     weights: fx.Node | None
-    params: tuple[fx.Node, ...]
+    params: tuple[ParamNodes, ...]
     function: fx.GraphModule
     exit: fx.Node
     num_experts: int
     top_k: int
     weights_by_expert: bool = False
+    base: fx.Node | None = None
 
     def __post_init__(self) -> None:
         if self.num_experts < 1 or self.top_k < 1:

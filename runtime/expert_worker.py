@@ -47,6 +47,7 @@ class ExpertWorker(Worker):
     def begin(self, step: StepInputs) -> None:
         super().begin(step)
         self._pairs: dict[tuple[int, int], ReceivedPairs] = {}
+        self._params: dict[int, list[torch.Tensor]] = {}  # by stage, put together once a step
 
     # ---- compute
     def forward(self, stage: int, microbatch: int) -> None:
@@ -55,14 +56,15 @@ class ExpertWorker(Worker):
         assert isinstance(rows, _Rows)
         pairs = self._pairs[boundary, microbatch]
         order_P = pairs.by_expert_P
-        params = [self.step.parameters[fqn] for fqn in spec.params]
+        if stage not in self._params:
+            self._params[stage] = [param.together(self.step.parameters) for param in spec.params]
         outputs, saved = spec.compiled.forward(
             [
                 rows.tokens_RD[pairs.pair_rows_P[order_P]],
                 rows.weight_P[order_P],
                 pairs.offsets_E,
                 pairs.expert_P[order_P],
-                *params,
+                *self._params[stage],
             ]
         )
         if self.trains:
@@ -112,9 +114,10 @@ class ExpertWorker(Worker):
         )
 
     def _add_parameter_gradients(self, spec: ExpertStage, gradients: Mapping[int, torch.Tensor]) -> None:
-        for position, fqn in enumerate(spec.params, _N_EXPERT_INPUTS):
+        for position, param in enumerate(spec.params, _N_EXPERT_INPUTS):
             if position in gradients:
-                self.add_gradient(fqn, gradients[position])
+                for fqn, gradient in param.apart(gradients[position], self.step.parameters).items():
+                    self.add_gradient(fqn, gradient)
 
     # ---- transfers
     def post_receive(self, transfer: Transfer, microbatch: int) -> Receiving | ReceivingRouted:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from disagmoe_compile.errors import UnsupportedModelError
-from disagmoe_compile.plan.ir import Plan
+from disagmoe_compile.plan.ir import Plan, Stage
 from disagmoe_compile.plan.topology import Group
 
 Rows = tuple[int, int]  # first row of dimension 0, and the one after the last
@@ -17,7 +17,8 @@ class ParameterPlacement:
     """`ranges`: owner rank -> its rows of dimension 0, or None for the whole tensor. Other ranks hold
     nothing.
 
-    `group` is the worker group of the owners: replicas of the whole, or contiguous shards in rank order.
+    `group` is the worker group of the owners: replicas of the whole, contiguous shards in rank order, or the
+    one rank that has the whole parameter of its expert.
     """
 
     fqn: str
@@ -63,9 +64,10 @@ class ParameterPlacement:
 def placements(plan: Plan, shapes: Mapping[str, Sequence[int]]) -> dict[str, ParameterPlacement]:
     """Placement of every parameter that a stage uses; `shapes` are the global ones.
 
-    Attention parameters are whole on every rank of their group. Expert parameters are split by expert over
-    their group, or whole where the group is a single rank. Raises UnsupportedModelError where two groups
-    would need the same parameter and one of them trains it, or where dimension 0 does not count experts.
+    Attention parameters are whole on every rank of their group. Parameters stacked over experts are split by
+    expert over their group; one that belongs to a single expert is whole on the rank of that expert. Raises
+    UnsupportedModelError where two groups would need the same parameter and one of them trains it, or where
+    dimension 0 does not divide into experts.
     """
     found: dict[str, ParameterPlacement] = {}
     trained = {fqn for stage in plan.stages for fqn in stage.owned_fqns}
@@ -73,7 +75,7 @@ def placements(plan: Plan, shapes: Mapping[str, Sequence[int]]) -> dict[str, Par
         group = plan.topology.group_of_stage(stage.index)
         for fqn in stage.param_fqns:
             shape = tuple(shapes[fqn])
-            ranges = _ranges(plan, stage.index, stage.num_experts, fqn, shape)
+            ranges = _ranges(plan, stage, fqn, shape)
             before = found.get(fqn)
             if before is None:
                 found[fqn] = ParameterPlacement(fqn, shape, group, ranges)
@@ -82,19 +84,20 @@ def placements(plan: Plan, shapes: Mapping[str, Sequence[int]]) -> dict[str, Par
     return found
 
 
-def _ranges(
-    plan: Plan, stage: int, num_experts: int | None, fqn: str, shape: tuple[int, ...]
-) -> dict[int, Rows | None]:
-    ranks = plan.topology.ranks_of_stage(stage)
+def _ranges(plan: Plan, stage: Stage, fqn: str, shape: tuple[int, ...]) -> dict[int, Rows | None]:
+    ranks, num_experts = plan.topology.ranks_of_stage(stage.index), stage.num_experts
     if num_experts is None or len(ranks) == 1:
         return dict.fromkeys(ranks)
-    if not shape or shape[0] != num_experts:
+    owned = {rank: plan.topology.experts_of(num_experts, index) for index, rank in enumerate(ranks)}
+    if fqn in stage.expert_of:
+        return {rank: None for rank, experts in owned.items() if stage.expert_of[fqn] in experts}
+    if not shape or shape[0] % num_experts:
         raise UnsupportedModelError(
             f"expert parameter {fqn} has shape {shape}, but only parameters stacked over the {num_experts} experts "
             "can be split over several FFN ranks: set ffn_group_size=1, or stack the experts' weights"
         )
-    owned = {rank: plan.topology.experts_of(num_experts, index) for index, rank in enumerate(ranks)}
-    return {rank: (experts.start, experts.stop) for rank, experts in owned.items()}
+    rows = shape[0] // num_experts  # of one expert
+    return {rank: (experts.start * rows, experts.stop * rows) for rank, experts in owned.items()}
 
 
 def _shared(

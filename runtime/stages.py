@@ -4,7 +4,8 @@ The runtime never reads FX metadata. The backend binds the passes' programs to o
 Compilers of stages live in `passes/aot`. All positions index a stage's tensor inputs or its outputs.
 
 Expert stages take `(rows_PD, weight_P, offsets_E, expert_P, *params)`: rows sorted by local expert, `offsets_E` int32 inclusive
-row ends per local expert, `expert_P` int64 the local expert of each row, and the rank's slice of each stacked parameter.
+row ends per local expert, `expert_P` int64 the local expert of each row, and each parameter of the rank's experts as
+[E_local, ...].
 """
 
 from __future__ import annotations
@@ -125,10 +126,35 @@ class AttentionStage:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertParam:
+    """One parameter of this rank's experts: a part of a stacked one, or, where `is_separate`, one of each expert.
+
+    `shape` is [E_local, ...]. `trained`: those of `fqns` that want a gradient.
+    """
+
+    fqns: tuple[str, ...]
+    shape: tuple[int, ...]
+    is_separate: bool
+    trained: frozenset[str]
+
+    def together(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """As the compiled stage takes it; separate parameters are copied."""
+        tensors = [parameters[fqn] for fqn in self.fqns]
+        return torch.stack(tensors) if self.is_separate else tensors[0].reshape(self.shape)
+
+    def apart(
+        self, gradient: torch.Tensor, parameters: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The gradient of each trained parameter, as views."""
+        parts = gradient.unbind() if self.is_separate else (gradient.reshape(parameters[self.fqns[0]].shape),)
+        return {fqn: part for fqn, part in zip(self.fqns, parts, strict=True) if fqn in self.trained}
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertStage:
-    """`params`: fqns of the stacked parameters, in the order of the compiled stage's inputs 4, 5, ..."""
+    """`params`: in the order of the compiled stage's inputs 4, 5, ..."""
 
     index: int
     compiled: CompiledStage
-    params: tuple[str, ...]
+    params: tuple[ExpertParam, ...]
     experts: range

@@ -25,7 +25,6 @@ from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from disagmoe_compile.plan.topology import Group
 from disagmoe_compile.runtime.binding import Binding, BoundParameter
 from disagmoe_compile.runtime.placement import ParameterPlacement
 from disagmoe_compile.runtime.process_group import PipelineGroups
@@ -36,7 +35,7 @@ class StateDicts:
 
     def __init__(self, binding: Binding, groups: PipelineGroups) -> None:
         self._binding, self._groups = binding, groups
-        self._meshes: dict[tuple[Group, str], DeviceMesh] = {}
+        self._meshes: dict[tuple[tuple[int, ...], str], DeviceMesh] = {}
 
     def install(self, module: nn.Module) -> None:
         """Hooks `module`, the root that was compiled: its `state_dict()` becomes global, `load_state_dict()`
@@ -62,22 +61,23 @@ class StateDicts:
         placement, local = bound.placement, local.detach()
         if placement.is_sharded and not is_chunked(placement):
             return sharded_tensor(local, bound, self._groups.world)
-        mesh = self._mesh(placement.group, local.device.type)
+        mesh = self._mesh(placement, local.device.type)
         where = Shard(0) if placement.is_sharded else Replicate()
         shape = torch.Size(placement.global_shape)
         return DTensor.from_local(
             local, mesh, [where], run_check=False, shape=shape, stride=bound.hollow.stride()
         )
 
-    def _mesh(self, group: Group, device_type: str) -> DeviceMesh:
-        """Of a group that this rank is not in, or of a single rank, a mesh that describes and cannot
+    def _mesh(self, placement: ParameterPlacement, device_type: str) -> DeviceMesh:
+        """Of the parameter's owners. If they are not this rank's group, or a single rank, it describes and cannot
         communicate.
         """
-        key = group, device_type
+        ranks = list(placement.ranges)
+        key = tuple(ranks), device_type
         if key not in self._meshes:
-            ranks = list(self._groups.topology.ranks_of_group(group))
-            if group == self._groups.group and self._groups.members is not None:
-                self._meshes[key] = DeviceMesh.from_group(self._groups.members, device_type, mesh=ranks)
+            groups = self._groups
+            if groups.members is not None and ranks == list(groups.topology.ranks_of_group(groups.group)):
+                self._meshes[key] = DeviceMesh.from_group(groups.members, device_type, mesh=ranks)
             else:
                 self._meshes[key] = DeviceMesh(device_type, ranks, _init_backend=False)
         return self._meshes[key]

@@ -224,7 +224,7 @@ def _stages(
         for fqn in _parameters([i for i in program.inputs if i.requires_grad], fqns):
             owner.setdefault(fqn, program.stage)
     for experts in programs.experts:
-        for fqn in _parameters([p for p in experts.params if p.requires_grad], fqns):
+        for fqn in _parameters([p for p in experts.param_inputs if p.requires_grad], fqns):
             owner.setdefault(fqn, experts.stage)
     stages = [_attention_stage(program, fqns, micro, owner) for program in programs.attention]
     for experts, before in zip(programs.experts, programs.attention):
@@ -266,7 +266,7 @@ def _attention_stage(
 def _expert_stage(
     program: ExpertsProgram, fqns: Mapping[int, str], n_tokens: int, n_sources: int, owner: Mapping[str, int]
 ) -> Stage:
-    used = _parameters(program.params, fqns)
+    used = _parameters(program.param_inputs, fqns)
     n_pairs = n_tokens * program.top_k
     rows = TensorSpec("rows", (n_pairs, program.in_features), dtype_name(program.token_dtype))
     weights = TensorSpec("weights", (n_pairs,), dtype_name(program.weight_dtype))
@@ -282,6 +282,12 @@ def _expert_stage(
         num_experts=program.num_experts,
         forward_flops=expert_flops(program, n_tokens) * n_sources,
         activation_bytes=rows.nbytes() + out.nbytes(),
+        expert_of={
+            fqns[one.position]: expert
+            for param in program.params
+            if param.is_separate
+            for expert, one in enumerate(param.inputs)
+        },
     )
 
 

@@ -21,6 +21,7 @@ from disagmoe_compile.passes.program import (
     StageInput,
     bind,
 )
+from disagmoe_compile.passes.program import ExpertParam as ParamOfAllExperts
 from disagmoe_compile.plan.ir import Plan
 from disagmoe_compile.runtime.stages import (
     AttentionStage,
@@ -28,6 +29,7 @@ from disagmoe_compile.runtime.stages import (
     CarriedValue,
     CompiledStage,
     DispatchOutputs,
+    ExpertParam,
     ExpertStage,
     Source,
     SourceKind,
@@ -86,10 +88,19 @@ class StageBinder:
             stages[program.stage] = ExpertStage(
                 index=program.stage,
                 compiled=self._compile_experts(program, len(experts)),
-                params=tuple(self._fqns[p.position] for p in program.params),
+                params=tuple(self._expert_param(p, experts) for p in program.params),
                 experts=experts,
             )
         return stages
+
+    def _expert_param(self, param: ParamOfAllExperts, experts: range) -> ExpertParam:
+        local = [param.inputs[e] for e in experts] if param.is_separate else list(param.inputs)
+        return ExpertParam(
+            fqns=tuple(self._fqns[one.position] for one in local),
+            shape=(len(experts), *bind(param.shape[1:], {})),
+            is_separate=param.is_separate,
+            trained=frozenset(self._fqns[one.position] for one in local if one.requires_grad),
+        )
 
     def compile_classes_once(self, plan: Plan, rank: int, micro: Sizes, world: dist.ProcessGroup) -> None:
         """Fills the shared cache: each class is compiled by one of its owners before any other rank asks for it."""

@@ -264,7 +264,7 @@ def _expert_stage(program: ExpertsProgram, before: AttentionProgram, sizes: Size
         role="ffn",
         layers=program.layers,
         nodes=_operations(program.function),
-        params=_parameters(program.params),
+        params=_parameters(program.param_inputs),
         inputs=(
             _tensor("rows", (pairs, program.in_features), program.token_dtype, sizes),
             _tensor("weights", (pairs,), program.weight_dtype, sizes),

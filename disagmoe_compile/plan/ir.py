@@ -83,7 +83,9 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """`param_fqns` are the parameters this stage uses. Expert parameters are sharded over the F-group by expert (dim 0).
+    """`param_fqns` are the parameters this stage uses. Expert parameters hold the experts one after another in dim 0 and are
+    sharded over the F-group by expert, except those of `expert_of`, which belong to one expert each (fqn -> expert) and live
+    whole on its rank.
 
     `owned_fqns`: those whose gradients this stage reduces; a parameter shared by stages of one group is owned by its lowest.
     FLOPs and bytes are of one micro-batch on one rank (experts: of the whole group, as routing decides the share).
@@ -99,6 +101,7 @@ class Stage:
     num_experts: int | None = None
     forward_flops: int = 0
     activation_bytes: int = 0
+    expert_of: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if (self.role is Role.FFN) != bool(self.index % 2):
@@ -109,6 +112,13 @@ class Stage:
             )
         if not set(self.owned_fqns) <= set(self.param_fqns):
             raise ValueError(f"stage {self.index} owns parameters that it does not use")
+        if not set(self.expert_of) <= set(self.param_fqns):
+            raise ValueError(f"stage {self.index} gives experts parameters that it does not use")
+        strays = [expert for expert in self.expert_of.values() if not 0 <= expert < (self.num_experts or 0)]
+        if strays:
+            raise ValueError(
+                f"stage {self.index} has {self.num_experts or 0} experts, but a parameter of expert {strays[0]}"
+            )
 
     @property
     def name(self) -> str:

@@ -90,17 +90,23 @@ def from_dict(document: Any) -> Plan:
     return _plan({key: value for key, value in document.items() if key != "schema_version"}, "plan")
 
 
-def _read(build: Callable[..., T], value: Any, where: str, readers: Mapping[str, Reader[Any]]) -> T:
-    """Build a dataclass from a JSON object that has exactly the keys of `readers`."""
+def _read(
+    build: Callable[..., T],
+    value: Any,
+    where: str,
+    readers: Mapping[str, Reader[Any]],
+    optional: frozenset[str] = frozenset(),
+) -> T:
+    """Build a dataclass from a JSON object that has exactly the keys of `readers`; `optional` ones have a default."""
     if not isinstance(value, dict):
         raise PlanError(f"{where} must be an object, got {_shown(value)}")
     for key in value:
         if key not in readers:
             raise PlanError(f"unknown key {where}.{key}; known: {', '.join(sorted(readers))}")
     for key in readers:
-        if key not in value:
+        if key not in value and key not in optional:
             raise PlanError(f"missing key {where}.{key}")
-    fields = {key: reader(value[key], f"{where}.{key}") for key, reader in readers.items()}
+    fields = {key: reader(value[key], f"{where}.{key}") for key, reader in readers.items() if key in value}
     return _built(lambda: build(**fields), where)
 
 
@@ -189,8 +195,10 @@ def _stage(value: Any, where: str) -> Stage:
         "num_experts": _optional(_int),
         "forward_flops": _int,
         "activation_bytes": _int,
+        "expert_of": lambda item, at: {key: _int(e, f"{at}.{key}") for key, e in _mapping(item, at).items()},
     }
-    return _read(Stage, value, where, readers)
+    # Plans of before experts could have separate parameters have no `expert_of`.
+    return _read(Stage, value, where, readers, optional=frozenset({"expert_of"}))
 
 
 def _transfer(value: Any, where: str) -> Transfer:

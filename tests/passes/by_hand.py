@@ -58,7 +58,12 @@ def _microbatch(
 def run_experts(
     program: ExpertsProgram, dispatched: Sequence[torch.Tensor], args: Sequence[Any]
 ) -> torch.Tensor:
-    params = [args[param.position] for param in program.params]
+    params = [
+        torch.stack([args[one.position] for one in param.inputs])
+        if param.is_separate
+        else args[param.inputs[0].position].view(param.shape)
+        for param in program.params
+    ]
     return experts(*dispatched, *params, function=program.function, num_experts=program.num_experts)
 
 
