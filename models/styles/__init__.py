@@ -7,16 +7,23 @@ What people write when they do not use a library's experts: `build("sorted_group
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from disagmoe_compile.errors import InputError
+from disagmoe_compile.models.styles.batched_mm import BatchedMM
+from disagmoe_compile.models.styles.gathered_einsum import GatheredEinsum
 from disagmoe_compile.models.styles.language_model import LanguageModel, MakeMoE, Sizes
 from disagmoe_compile.models.styles.sorted_grouped_mm import SortedGroupedMM
 
 STYLES: Mapping[str, MakeMoE] = {
+    "batched_mm": BatchedMM,
+    "batched_mm_weights_at_input": partial(BatchedMM, weights_at_input=True),
+    "gathered_einsum": GatheredEinsum,
     "sorted_grouped_mm": SortedGroupedMM,
+    "sorted_bincount": partial(SortedGroupedMM, count_with="bincount", weights_at_input=True),
 }
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import fx
 
-from disagmoe_compile.passes.metadata import argument, is_tensor, rank_of, target_name
+from disagmoe_compile.passes.metadata import argument, is_tensor, rank_of, target_name, value
 from disagmoe_compile.passes.regions import NoMatch
 
-_POINTWISE = frozenset({
+POINTWISE = frozenset({
     "add", "sub", "mul", "div", "truediv", "floordiv", "true_divide", "neg", "pow", "exp", "exp2",
     "expm1", "log", "log1p", "sqrt", "rsqrt", "square", "abs", "reciprocal", "sigmoid", "silu", "swish",
     "gelu", "relu", "relu6", "relu2", "leaky_relu", "elu", "selu", "celu", "mish", "softplus",
@@ -93,6 +93,9 @@ class RowFunction:
 
     def _operation(self, node: fx.Node) -> fx.Node:
         check_rowwise(node)
+        if target_name(node) == "type_as":
+            source = self.convert(node.args[0])  # type: ignore[arg-type]
+            return self.call("call_method", "to", (source, value(node).dtype))
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.convert)
         if target_name(node) in _LAST_DIM:
             args, kwargs = _with_last_dim(target_name(node), args, kwargs)
@@ -117,7 +120,9 @@ def check_rowwise(node: fx.Node) -> None:
     if node.op not in ("call_function", "call_method"):
         raise NoMatch(node, "a value from outside enters the experts' rows")
     name = target_name(node)
-    if name in _POINTWISE:
+    if name == "type_as":
+        return
+    if name in POINTWISE:
         ranks = {rank_of(source) for source in node.all_input_nodes}
         if not ranks <= {rank_of(node), 0}:
             raise NoMatch(

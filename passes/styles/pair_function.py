@@ -1,0 +1,472 @@
+"""Turns a stretch of graph over pairs, in whatever dimensions its authors laid them out, into a function of one
+expert's rows.
+
+    einsum("tkd,tkdh->tkh", rows, w[ids])   or   bmm(rows [E, C, D], w)   ->   matmul(rows [P, D], w [D, H])
+
+A value that differs between pairs has one leading dimension in the function, whatever pair axes it had; a value
+that follows from the expert alone (parameters) has none. Legal only if rows do not interact: each rule below says how
+an operation treats the axes of its operands (see `axes.py`); what has no rule stops the match and is named.
+
+Legend: P pairs, T tokens, k experts a token, E experts, C slots an expert, D hidden size, H expert hidden size.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from disagmoe_compile.passes.aliasing import storage_roots, written
+from disagmoe_compile.passes.metadata import argument, is_call, is_tensor, rank_of, shape, target_name, value
+from disagmoe_compile.passes.program import Dim
+from disagmoe_compile.passes.regions import NoMatch
+from disagmoe_compile.passes.styles.axes import ONE, ROW, Axes, Axis, broadcast, reshaped, row_rank
+from disagmoe_compile.passes.styles.products import Letter, Product, Term, read_product
+from disagmoe_compile.passes.styles.rowwise import POINTWISE
+
+_RESHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"})
+_EXPANDS = frozenset({"expand", "expand_as", "broadcast_to"})
+_PERMUTES = frozenset({"transpose", "swapaxes", "swapdims", "permute", "t", "movedim", "moveaxis"})
+# Along dimensions of rows only: name -> (position of the argument `dim`, its default).
+_ALONG_ROWS = {
+    "softmax": (1, None), "log_softmax": (1, None), "glu": (1, -1), "chunk": (2, 0), "split": (2, 0), "cat": (1, 0),
+    "concat": (1, 0), "flip": (1, None), "cumsum": (1, None),
+}  # fmt: skip
+_REDUCES_ROWS = frozenset({"sum", "mean", "var", "std", "amax", "amin", "prod", "logsumexp"})
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A value of the function: `node` has a leading dimension of rows if `per_pair`, then the ROW dimensions."""
+
+    node: fx.Node
+    per_pair: bool
+
+
+Leaf = Callable[[fx.Node, Axes], Converted | None]
+
+
+class PairFunction:
+    """Builds `function(rows_PD, weight_P, *params)`.
+
+    `leaf(node, axes)` returns the function's value for what enters the region (rows, weights, parameters), or None
+    to go on; it raises NoMatch where the axes are not those of the value. `sizes`: of every pair axis, by name.
+    """
+
+    def __init__(self, graph: fx.Graph, leaf: Leaf, sizes: Mapping[str, Dim]) -> None:
+        self.graph = fx.Graph()
+        self.params: list[fx.Node] = []
+        self.sizes = sizes
+        self._leaf = leaf
+        self._writers = _writers(graph)
+        self._rows = self.graph.placeholder("rows")
+        self._weight = self._last_placeholder = self.graph.placeholder("weight")
+        self._placeholders: dict[fx.Node, fx.Node] = {}
+        self._converted: dict[tuple[fx.Node, Axes], Converted] = {}
+        self._count = 0
+
+    # -- what enters
+
+    @property
+    def rows(self) -> Converted:
+        return Converted(self._rows, per_pair=True)
+
+    def weight(self, axes: Axes) -> Converted:
+        """The pair's weight, with a size-one dimension for each ROW of `axes`."""
+        node = self._weight
+        for _ in range(row_rank(axes)):
+            node = self.call("call_method", "unsqueeze", (node, -1))
+        return Converted(node, per_pair=True)
+
+    def parameter(self, node: fx.Node) -> Converted:
+        """One expert's slice of a parameter stacked over experts."""
+        if node not in self._placeholders:
+            with self.graph.inserting_after(self._last_placeholder):
+                placeholder = self.graph.placeholder(f"param_{len(self.params)}")
+            self._placeholders[node] = self._last_placeholder = placeholder
+            self.params.append(node)
+        return Converted(self._placeholders[node], per_pair=False)
+
+    def finish(self, result: Converted) -> fx.GraphModule:
+        """The function that returns `result`, one of its own values."""
+        self.graph.output(result.node)
+        return fx.GraphModule({}, self.graph, class_name="ExpertFunction")
+
+    def call(
+        self, op: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+    ) -> fx.Node:
+        self._count += 1
+        return self.graph.create_node(op, target, args, dict(kwargs or {}), name=f"v{self._count}")
+
+    # -- from a result to what it is computed from
+
+    def convert(self, node: fx.Node, axes: Axes) -> Converted:
+        """The function's value for `node`. Raises NoMatch at the first operation that is not pair by pair."""
+        key = node, axes
+        if key not in self._converted:
+            entered = self._leaf(node, axes)
+            if entered is None:
+                if node in self._writers:
+                    raise NoMatch(self._writers[node], "it writes in place to a value inside the experts")
+                entered = self._operation(node, axes)
+            self._converted[key] = entered
+        return self._converted[key]
+
+    def product(self, node: fx.Node, product: Product, axis_of: Mapping[Letter, Any]) -> Converted:
+        """A product whose result has the axes `axis_of` (of every letter that is not summed over inside a row)."""
+        values: list[tuple[Converted, list[Letter]]] = []
+        for term in product.terms:
+            axes = []
+            for letter, size in zip(term.letters, shape(term.node), strict=True):
+                is_broadcast = size == 1 and product.size_of(letter) != 1
+                axes.append(ONE if is_broadcast else axis_of.get(letter, ROW))
+            letters = [letter for letter, axis in zip(term.letters, axes) if axis == ROW]
+            values.append((self.convert(term.node, tuple(axes)), letters))
+        values.sort(key=lambda one: not one[0].per_pair)
+        result, letters = values.pop(0)
+        while values:
+            index = next((i for i, (_, other) in enumerate(values) if set(other) & set(letters)), 0)
+            result, letters = self._times(node, (result, letters), values.pop(index), product, values)
+        if missing := [letter for letter in letters if letter not in product.letters]:
+            raise NoMatch(node, f"it sums over `{missing[0]}`, which one operand has alone")
+        wanted = [letter for letter in product.letters if axis_of.get(letter, ROW) == ROW]
+        return self._arranged(node, result, letters, wanted)
+
+    def _times(
+        self,
+        node: fx.Node,
+        left: tuple[Converted, list[Letter]],
+        right: tuple[Converted, list[Letter]],
+        product: Product,
+        later: Sequence[tuple[Converted, list[Letter]]],
+    ) -> tuple[Converted, list[Letter]]:
+        """Two factors multiplied, and summed over the letters that nobody needs any more."""
+        (a, a_letters), (b, b_letters) = left, right
+        needed = {*product.letters, *(letter for _, letters in later for letter in letters)}
+        summed = [letter for letter in a_letters if letter in b_letters and letter not in needed]
+        if not summed:
+            if not set(b_letters) <= set(a_letters):
+                (a, a_letters), (b, b_letters) = (b, b_letters), (a, a_letters)
+            if not set(b_letters) <= set(a_letters):
+                raise NoMatch(node, "it is an outer product of rows")
+            factor = self._arranged(node, b, b_letters, a_letters)
+            multiplied = self.call("call_function", torch.mul, (a.node, factor.node))
+            return Converted(multiplied, a.per_pair or b.per_pair), a_letters
+        if b.per_pair:
+            raise NoMatch(node, "it multiplies rows with rows and sums")
+        kept = [letter for letter in b_letters if letter not in summed]
+        if len(summed) != 1 or len(kept) != 1 or kept[0] in a_letters:
+            raise NoMatch(node, "it is not a product of rows with one matrix an expert")
+        others = [letter for letter in a_letters if letter not in summed]
+        if not a.per_pair and len(others) != 1:
+            raise NoMatch(node, "it is not a product of rows with one matrix an expert")
+        rows = self._arranged(node, a, a_letters, [*others, *summed])
+        matrix = self._arranged(node, b, b_letters, [*summed, *kept])
+        result = self.call("call_function", torch.matmul, (rows.node, matrix.node))
+        return Converted(result, a.per_pair), [*others, *kept]
+
+    def _arranged(
+        self, node: fx.Node, converted: Converted, letters: Sequence[Letter], wanted: Sequence[Letter]
+    ) -> Converted:
+        """Rows permuted to the order `wanted`, with dimensions of size one for letters they do not have."""
+        present = [letter for letter in wanted if letter in letters]
+        if set(present) != set(letters):
+            raise NoMatch(node, "rows are lost on the way to its result")
+        order = [letters.index(letter) for letter in present]
+        result = self._permuted(converted, order)
+        return self._with_ones(result, [letter in letters for letter in wanted])
+
+    def _permuted(self, converted: Converted, order: Sequence[int]) -> Converted:
+        lead = int(converted.per_pair)
+        if list(order) == sorted(order):
+            return converted
+        if len(order) == 2:
+            swapped = self.call("call_method", "transpose", (converted.node, -2, -1))
+        else:
+            dims = (*range(lead), *(lead + position for position in order))
+            swapped = self.call("call_method", "permute", (converted.node, dims))
+        return Converted(swapped, converted.per_pair)
+
+    def _with_ones(self, converted: Converted, present: Sequence[bool]) -> Converted:
+        """Dimensions of size one where `present` is false; leading ones are needed behind the pairs only."""
+        node = converted.node
+        lead = int(converted.per_pair)
+        first = 0 if converted.per_pair else next((i for i, has in enumerate(present) if has), len(present))
+        for position in range(first, len(present)):
+            if not present[position]:
+                node = self.call("call_method", "unsqueeze", (node, lead + position - first))
+        return Converted(node, converted.per_pair)
+
+    # -- one operation
+
+    def _operation(self, node: fx.Node, axes: Axes) -> Converted:
+        if node.op not in ("call_function", "call_method"):
+            raise NoMatch(node, "a value from outside enters the experts' rows")
+        name = target_name(node)
+        if name in ("type_as", "to") and len(node.args) > 1 and is_tensor(node.args[1]):
+            source = self.convert(node.args[0], axes)  # type: ignore[arg-type]
+            return self._like(source, "call_method", "to", (source.node, value(node).dtype))
+        if name in POINTWISE:
+            return self._pointwise(node, axes)
+        product = read_product(node)
+        if product is not None:
+            return self.product(node, product, dict(zip(product.letters, axes, strict=True)))
+        if name in ("linear", "addmm", "baddbmm"):
+            return self._product_and_bias(node, axes)
+        for names, rule in (
+            (_RESHAPES, self._reshape), (_EXPANDS, self._expand), (_PERMUTES, self._permute),
+            ({"repeat"}, self._repeat), ({"repeat_interleave"}, self._repeat_interleave),
+            ({"unsqueeze"}, self._unsqueeze), ({"squeeze"}, self._squeeze), (_REDUCES_ROWS, self._reduce),
+            ({"getitem"}, self._getitem), (_ALONG_ROWS, self._along_rows), ({"layer_norm", "rms_norm"}, self._norm),
+        ):  # fmt: skip
+            if name in names:
+                return rule(node, axes)
+        if name == "getattr" and node.args[1] in ("mT", "T") and len(axes) >= 2:
+            return self._swap(node, axes, len(axes) - 2, len(axes) - 1)
+        if name == "dropout":
+            if argument(node, 1, "p", 0.5) == 0 or not argument(node, 2, "training", True):
+                return self.convert(node.args[0], axes)  # type: ignore[arg-type]
+            raise NoMatch(node, "random numbers inside an expert depend on the order of its rows")
+        raise NoMatch(node, "no rule shows that it acts on each row alone")
+
+    def _like(self, source: Converted, op: str, target: Any, args: Any, kwargs: Any = None) -> Converted:
+        return Converted(self.call(op, target, args, kwargs), source.per_pair)
+
+    def _pointwise(self, node: fx.Node, axes: Axes) -> Converted:
+        per_pair = False
+
+        def operand(arg: fx.Node) -> fx.Node:
+            nonlocal per_pair
+            if not is_tensor(arg):
+                raise NoMatch(arg, "a value from outside enters the experts' rows")
+            own = broadcast(node, axes, shape(node), shape(arg))
+            converted = self.convert(arg, own)
+            per_pair = per_pair or converted.per_pair
+            offset = len(axes) - len(own)
+            rows = [position for position, axis in enumerate(axes) if axis == ROW]
+            present = [position >= offset and own[position - offset] == ROW for position in rows]
+            return self._with_ones(converted, present).node
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), operand)
+        return Converted(self.call(node.op, node.target, args, kwargs), per_pair)
+
+    def _product_and_bias(self, node: fx.Node, axes: Axes) -> Converted:
+        """`addmm(bias, a, b)`, `baddbmm(bias, a, b)`, `linear(a, b, bias)`."""
+        if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("beta", 1) != 1:
+            raise NoMatch(node, "it has a factor alpha or beta other than 1")
+        if is_call(node, "linear"):
+            raise NoMatch(node, "it multiplies with one matrix for all experts")
+        bias, left, right = node.args[:3]
+        letters = tuple(range(len(axes) - 2))
+        terms = Product(
+            (Term(left, (*letters, "row", "in")), Term(right, (*letters, "in", "column"))),  # type: ignore[arg-type]
+            (*letters, "row", "column"),
+        )
+        multiplied = self.product(node, terms, dict(zip(terms.letters, axes, strict=True)))
+        own = broadcast(node, axes, shape(node), shape(bias))  # type: ignore[arg-type]
+        rows = [position for position, axis in enumerate(axes) if axis == ROW]
+        offset = len(axes) - len(own)
+        present = [position >= offset and own[position - offset] == ROW for position in rows]
+        added = self._with_ones(self.convert(bias, own), present)  # type: ignore[arg-type]
+        total = self.call("call_function", torch.add, (multiplied.node, added.node))
+        return Converted(total, multiplied.per_pair or added.per_pair)
+
+    # -- dimensions that move
+
+    def _reshape(self, node: fx.Node, axes: Axes) -> Converted:
+        source: fx.Node = node.args[0]  # type: ignore[assignment]
+        own = reshaped(node, axes, shape(node), shape(source), self.sizes)
+        converted = self.convert(source, own)
+        before = [size for size, axis in zip(shape(source), own) if axis == ROW]
+        after = [size for size, axis in zip(shape(node), axes) if axis == ROW]
+        if before == after:
+            return converted
+        if not all(isinstance(size, int) for size in after):
+            raise NoMatch(node, "the size of a row is not fixed")
+        lead: tuple[Any, ...] = ()
+        if converted.per_pair:
+            lead = (self.call("call_method", "size", (converted.node, 0)),)
+        return self._like(converted, "call_method", "reshape", (converted.node, (*lead, *after)))
+
+    def _expand(self, node: fx.Node, axes: Axes) -> Converted:
+        source: fx.Node = node.args[0]  # type: ignore[assignment]
+        own = broadcast(node, axes, shape(node), shape(source))
+        if row_rank(own) != row_rank(axes):
+            raise NoMatch(node, "it repeats features of a row")
+        return self.convert(source, own)
+
+    def _repeat(self, node: fx.Node, axes: Axes) -> Converted:
+        """[x, x, x]: the first name of the axis is the repetition."""
+        source: fx.Node = node.args[0]  # type: ignore[assignment]
+        repeats = node.args[1] if isinstance(node.args[1], tuple | list) else node.args[1:]
+        new = len(axes) - (rank_of(source) or 0)
+        own = [self._once(node, axis, n, first=True) for axis, n in zip(axes, repeats, strict=True)]
+        if any(axis != ONE for axis in own[:new]):
+            raise NoMatch(node, "it repeats values in a way that is not once a pair")
+        return self.convert(source, tuple(own[new:]))
+
+    def _repeat_interleave(self, node: fx.Node, axes: Axes) -> Converted:
+        """x0 x0 x1 x1: the last name of the axis is the repetition."""
+        dim = argument(node, 2, "dim")
+        if not isinstance(dim, int):
+            raise NoMatch(node, "it flattens what it repeats")
+        dim %= len(axes)
+        own = self._once(node, axes[dim], argument(node, 1, "repeats"), first=False)
+        return self.convert(node.args[0], (*axes[:dim], own, *axes[dim + 1 :]))  # type: ignore[arg-type]
+
+    def _once(self, node: fx.Node, axis: Axis, repeats: Any, *, first: bool) -> Axis:
+        """The axis of what is repeated `repeats` times along `axis`."""
+        if isinstance(repeats, int) and repeats == 1:
+            return axis
+        if isinstance(axis, tuple) and isinstance(repeats, int):
+            name, rest = (axis[0], axis[1:]) if first else (axis[-1], axis[:-1])
+            if self.sizes[name] == repeats:
+                return rest or ONE
+        raise NoMatch(node, "it repeats values in a way that is not once a pair")
+
+    def _unsqueeze(self, node: fx.Node, axes: Axes) -> Converted:
+        position = argument(node, 1, "dim") % len(axes)
+        converted = self.convert(node.args[0], (*axes[:position], *axes[position + 1 :]))  # type: ignore[arg-type]
+        if axes[position] != ROW:
+            return converted
+        after = row_rank(axes[position:])
+        return self._like(converted, "call_method", "unsqueeze", (converted.node, -after))
+
+    def _squeeze(self, node: fx.Node, axes: Axes) -> Converted:
+        source: fx.Node = node.args[0]  # type: ignore[assignment]
+        dims, rank, sizes = argument(node, 1, "dim"), rank_of(source) or 0, shape(source)
+        listed = range(rank) if dims is None else dims if isinstance(dims, tuple | list) else (dims,)
+        gone = {d % rank for d in listed if sizes[d] == 1}
+        kept = iter(axes)
+        return self.convert(source, tuple(ONE if d in gone else next(kept) for d in range(rank)))
+
+    def _permute(self, node: fx.Node, axes: Axes) -> Converted:
+        rank = len(axes)
+        if is_call(node, "t"):
+            return self._swap(node, axes, 0, rank - 1)
+        if is_call(node, "permute"):
+            listed = node.args[1] if isinstance(node.args[1], tuple | list) else node.args[1:]
+            order = [d % rank for d in listed]  # type: ignore[operator, union-attr]
+        elif is_call(node, "movedim", "moveaxis"):
+            sources, targets = (
+                [dims % rank] if isinstance(dims, int) else [d % rank for d in dims]  # type: ignore[union-attr]
+                for dims in node.args[1:3]
+            )
+            rest = iter([d for d in range(rank) if d not in sources])
+            order = [sources[targets.index(d)] if d in targets else next(rest) for d in range(rank)]
+        else:
+            return self._swap(node, axes, node.args[1] % rank, node.args[2] % rank)  # type: ignore[operator]
+        return self._in_order(node, axes, order)
+
+    def _swap(self, node: fx.Node, axes: Axes, first: int, second: int) -> Converted:
+        order = list(range(len(axes)))
+        order[first], order[second] = order[second], order[first]
+        return self._in_order(node, axes, order)
+
+    def _in_order(self, node: fx.Node, axes: Axes, order: Sequence[int]) -> Converted:
+        """`result.dim(i)` is `source.dim(order[i])`."""
+        own = tuple(axes[order.index(d)] for d in range(len(axes)))
+        converted = self.convert(node.args[0], own)  # type: ignore[arg-type]
+        rows = [d for d, axis in enumerate(own) if axis == ROW]
+        return self._permuted(converted, [rows.index(d) for d in order if d in rows])
+
+    def _getitem(self, node: fx.Node, axes: Axes) -> Converted:
+        source, index = node.args
+        if not is_tensor(source):  # a part of a chunk or a split
+            if not isinstance(index, int) or not isinstance(source, fx.Node):
+                raise NoMatch(node, "no rule shows that it acts on each row alone")
+            parts = self.convert(source, axes)
+            return self._like(parts, "call_function", operator.getitem, (parts.node, index))
+        parts_of_index = list(index) if isinstance(index, tuple) else [index]
+        if any(isinstance(part, fx.Node | list) for part in parts_of_index):
+            raise NoMatch(node, "it picks rows by number")
+        rank = rank_of(source) or 0  # type: ignore[arg-type]
+        named = sum(part is not None and part is not Ellipsis for part in parts_of_index)
+        if Ellipsis not in parts_of_index:
+            parts_of_index.append(Ellipsis)
+        at = parts_of_index.index(Ellipsis)
+        parts_of_index[at : at + 1] = [slice(None)] * (rank - named)
+        return self._basic_index(node, axes, parts_of_index)
+
+    def _basic_index(self, node: fx.Node, axes: Axes, parts: Sequence[Any]) -> Converted:
+        remaining, own, taken = iter(axes), [], []
+        for part in parts:
+            if part is None:
+                taken += [None] if next(remaining) == ROW else []
+            elif isinstance(part, int):
+                own.append(ROW)
+                taken.append(part)
+            else:
+                own.append(next(remaining))
+                if own[-1] == ROW:
+                    taken.append(part)
+                elif part != slice(None):
+                    raise NoMatch(node, "it picks some of the pairs")
+        converted = self.convert(node.args[0], tuple(own))  # type: ignore[arg-type]
+        if all(part == slice(None) for part in taken):
+            return converted
+        lead = (slice(None),) if converted.per_pair else ()
+        return self._like(converted, "call_function", operator.getitem, (converted.node, (*lead, *taken)))
+
+    # -- along a row
+
+    def _along_rows(self, node: fx.Node, axes: Axes) -> Converted:
+        position, default = _ALONG_ROWS[target_name(node)]
+        dim = argument(node, position, "dim", default)
+        if not isinstance(dim, int) or axes[dim] != ROW:
+            raise NoMatch(node, "it may mix rows")
+        along = -row_rank(axes[dim % len(axes) :])
+        sources = node.args[0] if isinstance(node.args[0], tuple | list) else (node.args[0],)
+        converted = [self.convert(source, axes) for source in sources]  # type: ignore[arg-type]
+        if len({one.per_pair for one in converted}) != 1:
+            raise NoMatch(node, "it joins rows and parameters")
+        nodes = [one.node for one in converted]
+        first = nodes if isinstance(node.args[0], tuple | list) else nodes[0]
+        args, kwargs = (first, *node.args[1:]), dict(node.kwargs)
+        if len(args) > position:
+            args = (*args[:position], along, *args[position + 1 :])
+        else:
+            kwargs["dim"] = along
+        return self._like(converted[0], node.op, node.target, args, kwargs)
+
+    def _reduce(self, node: fx.Node, axes: Axes) -> Converted:
+        source: fx.Node = node.args[0]  # type: ignore[assignment]
+        dims, rank = argument(node, 1, "dim"), rank_of(source) or 0
+        keepdim = node.kwargs.get("keepdim", next((a for a in node.args[2:] if isinstance(a, bool)), False))
+        listed = dims if isinstance(dims, tuple | list) else (dims,)
+        if not all(isinstance(d, int) for d in listed) or (keepdim and len(listed) != 1):
+            raise NoMatch(node, "it may mix rows")
+        gone = {d % rank for d in listed}
+        remaining = iter(axes)
+        own = tuple(
+            (next(remaining), ROW)[1] if keepdim and d in gone else ROW if d in gone else next(remaining)
+            for d in range(rank)
+        )
+        converted = self.convert(source, own)
+        along = tuple(-row_rank(own[d:]) for d in sorted(gone))
+        stays = keepdim and axes[next(iter(gone))] == ROW
+        kwargs = {k: v for k, v in node.kwargs.items() if k not in ("dim", "keepdim")}
+        kwargs |= {"dim": along if len(along) > 1 else along[0], "keepdim": stays}
+        return self._like(converted, node.op, node.target, (converted.node,), kwargs)
+
+    def _norm(self, node: fx.Node, axes: Axes) -> Converted:
+        normalised = argument(node, 1, "normalized_shape")
+        if axes[-len(normalised) :] != (ROW,) * len(normalised):
+            raise NoMatch(node, "it normalises over rows")
+        if any(isinstance(a, fx.Node) for a in (*node.args[2:], *node.kwargs.values())):
+            raise NoMatch(node, "it has one scale for all experts")
+        converted = self.convert(node.args[0], axes)  # type: ignore[arg-type]
+        return self._like(
+            converted, node.op, node.target, (converted.node, *node.args[1:]), dict(node.kwargs)
+        )
+
+
+def _writers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """node -> a call that writes in place to its storage."""
+    roots = storage_roots(graph)
+    by_root = {roots[target]: node for node in graph.nodes if (target := written(node)) is not None}
+    return {node: by_root[root] for node, root in roots.items() if root in by_root}
