@@ -88,12 +88,13 @@ def experts_key(
     training: bool,
     device: str = "cpu",
     split_weight_gradient: bool = True,
+    lowering: str = "auto",
 ) -> str:
     """Equal for expert stages that compile to the same code. Autocast does not matter: experts are traced with it off."""
     params = [(bind(p.shape[1:], {}), p.dtype, p.requires_grad and training) for p in program.params]
     types = (program.token_dtype, program.weight_dtype, program.out_dtype)
     sizes = (n_local_experts, program.in_features, program.out_features)
-    options = (compiler, training, device, split_weight_gradient)
+    options = (compiler, training, device, split_weight_gradient, lowering)
     return _key("experts", [*_graph_text(program.function), params, types, sizes, options])
 
 

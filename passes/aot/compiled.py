@@ -16,6 +16,7 @@ from torch import Tensor
 from disagmoe_compile.errors import UnsupportedModelError
 from disagmoe_compile.passes.aot.compilers import BoxedGraph
 from disagmoe_compile.passes.aot.joint import BackwardInput
+from disagmoe_compile.runtime.stages import CompiledStage
 
 Saved = Any
 
@@ -188,7 +189,7 @@ class RowsStage:
     the code is right for.
     """
 
-    stage: AotStage | EagerStage
+    stage: CompiledStage
     out_features: int
     out_dtype: torch.dtype
     zero_gradients: tuple[ZeroGradient, ...]

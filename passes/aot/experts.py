@@ -178,7 +178,7 @@ class GroupedExperts(torch.nn.Module):
         try:
             batched = torch.func.vmap(one_expert)(*(leaves[i].value_EX for i in at))
         except (RuntimeError, ValueError) as error:
-            raise self._unsupported(node, f"cannot be batched over experts: {_one_line(error)}") from error
+            raise self._unsupported(node, f"cannot be batched over experts: {one_line(error)}") from error
         return pytree.tree_map(PerExpert, batched)
 
     def _product(
@@ -255,7 +255,7 @@ def _take(args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]) 
     return [args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(names)]
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
 
 
@@ -282,45 +282,58 @@ class _Recorder(fx.Interpreter):
         return self.values[n]
 
 
-def check_row_independence(program: ExpertsProgram) -> None:
-    """Raise `UnsupportedModelError` if the grouped form differs from the loop anywhere, naming the first operator that does.
-
-    Two experts, five rows, random values from a private generator; the global generator is left as it was.
-    """
+def example_rows(program: ExpertsProgram) -> list[Tensor]:
+    """Inputs of the grouped form for two experts with different numbers of rows: random values from a private generator."""
     generator = torch.Generator().manual_seed(_CHECK_SEED)
 
     def random(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.randn(tuple(shape), generator=generator).mul_(0.5).to(dtype)
 
     n_rows, n_experts = sum(_CHECK_ROWS), len(_CHECK_ROWS)
-    rows_PD = random((n_rows, program.in_features), program.token_dtype)
-    weight_P = random((n_rows,), program.weight_dtype)
-    params = [
-        random((n_experts, *(int(d) for d in p.shape[1:])), p.dtype or program.token_dtype)
-        for p in program.params
+    counts_E = torch.tensor(_CHECK_ROWS)
+    return [
+        random((n_rows, program.in_features), program.token_dtype),
+        random((n_rows,), program.weight_dtype),
+        counts_E.cumsum(0).to(torch.int32),
+        torch.repeat_interleave(torch.arange(n_experts), counts_E),
+        *(
+            random((n_experts, *(int(d) for d in p.shape[1:])), p.dtype or program.token_dtype)
+            for p in program.params
+        ),
     ]
-    offsets_E = torch.tensor(_CHECK_ROWS).cumsum(0).to(torch.int32)
-    expert_P = torch.repeat_interleave(torch.arange(n_experts), torch.tensor(_CHECK_ROWS))
+
+
+def check_output(program: ExpertsProgram, out_PN: Tensor, n_rows: int) -> None:
+    """Raise `UnsupportedModelError` for another shape or type than the program declares."""
+    if tuple(out_PN.shape) != (n_rows, program.out_features) or out_PN.dtype != program.out_dtype:
+        raise UnsupportedModelError(
+            f"experts of boundary {program.boundary} return {tuple(out_PN.shape)} {out_PN.dtype} for {n_rows} rows, "
+            f"expected ({n_rows}, {program.out_features}) {program.out_dtype}"
+        )
+
+
+def check_row_independence(program: ExpertsProgram) -> None:
+    """Raise `UnsupportedModelError` if the grouped form differs from the loop anywhere, naming the first operator that does.
+
+    Two experts, five rows, random values; the global generator is left as it was.
+    """
+    rows_PD, weight_P, offsets_E, expert_P, *params = example_rows(program)
     with torch.no_grad(), torch.random.fork_rng(devices=[]), torch._C._DisableAutocast():
-        recorders = [_Recorder(program.function) for _ in range(n_experts)]
+        recorders = [_Recorder(program.function) for _ in _CHECK_ROWS]
         for expert, start, end in runs(offsets_E):
             recorders[expert].run(rows_PD[start:end], weight_P[start:end], *(p[expert] for p in params))
         grouped = GroupedExperts(program.function, program.boundary)
-        row_nodes = _row_nodes(program.function.graph)
+        of_rows = _row_nodes(program.function.graph)
 
         def compare(node: fx.Node, value: Any) -> None:
-            if node not in row_nodes or not isinstance(value, Tensor):
+            if node not in of_rows or not isinstance(value, Tensor):
                 return
             parts = [recorder.values[node] for recorder in recorders]
             if not _same_rows(value, parts):
                 raise grouped._unsupported(node, "mixes rows, or its result has no row per input row")
 
         (out_PN,) = _named_failure(grouped, rows_PD, weight_P, offsets_E, expert_P, params, compare)
-    if tuple(out_PN.shape) != (n_rows, program.out_features) or out_PN.dtype != program.out_dtype:
-        raise UnsupportedModelError(
-            f"experts of boundary {program.boundary} return {tuple(out_PN.shape)} {out_PN.dtype} for {n_rows} rows, "
-            f"expected ({n_rows}, {program.out_features}) {program.out_dtype}"
-        )
+    check_output(program, out_PN, rows_PD.shape[0])
 
 
 def _named_failure(
@@ -346,7 +359,7 @@ def _named_failure(
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         failed = done[-1].next if done else next(iter(grouped.function.graph.nodes))
         raise grouped._unsupported(
-            failed, f"fails on the rows of several experts: {_one_line(error)}"
+            failed, f"fails on the rows of several experts: {one_line(error)}"
         ) from error
 
 
@@ -355,7 +368,11 @@ def _same_rows(value: Tensor, parts: Sequence[Tensor]) -> bool:
         return False
     if any(p.dim() == 0 or p.shape[0] != n for p, n in zip(parts, _CHECK_ROWS)):
         return False
-    expected = torch.cat(list(parts))
+    return same_values(value, torch.cat(list(parts)))
+
+
+def same_values(value: Tensor, expected: Tensor) -> bool:
+    """Equal shape and type, and equal up to the rounding of another order of additions."""
     if value.shape != expected.shape or value.dtype != expected.dtype:
         return False
     if not value.is_floating_point():

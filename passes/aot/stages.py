@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor
 
+from disagmoe_compile.errors import UnsupportedModelError
+from disagmoe_compile.passes.aot.batched import BatchedExperts, PaddedStage, check_batched, outer_position
 from disagmoe_compile.passes.aot.cache import (
     PROCESS_CACHE,
     StageCache,
@@ -106,45 +109,78 @@ def compile_experts(
     training: bool,
     device: str = "cpu",
     split_weight_gradient: bool = True,
+    lowering: str = "auto",
     cache: StageCache = PROCESS_CACHE,
 ) -> CompiledStage:
     """The experts of one rank, for any number of rows; inputs `(rows_PD, weight_P, offsets_E, expert_P, *params)`.
 
-    Traced with autocast off. Errors: `UnsupportedModelError` naming the operator that has no grouped form.
+    `lowering`: "grouped_mm" multiplies all experts' rows in one operator, "vmap" pads every expert to the same number of rows and
+    batches whatever operators it has, "auto" takes the second only where the first has no form. The loop over experts is
+    `reference_experts`. Traced with autocast off. Errors: `UnsupportedModelError` naming the operator that has no form.
     """
-    options = {"compiler": compiler, "training": training, "device": device}
+    options = {"compiler": compiler, "training": training, "device": device, "lowering": lowering}
     key = experts_key(program, n_local_experts, **options, split_weight_gradient=split_weight_gradient)  # type: ignore[arg-type]
 
     def build() -> CompiledStage:
-        check_row_independence(program)
+        params = [
+            TensorExample(
+                (n_local_experts, *bind(p.shape[1:], {})),
+                _dtype(p.name, p.dtype),
+                training and p.requires_grad,
+            )
+            for p in program.params
+        ]
         examples = [
             TensorExample((0, program.in_features), program.token_dtype, training, rows=True),
             TensorExample((0,), program.weight_dtype, training, rows=True),
             TensorExample((n_local_experts,), torch.int32, False),
             TensorExample((0,), torch.int64, False, rows=True),
-            *(
-                TensorExample(
-                    (n_local_experts, *bind(p.shape[1:], {})),
-                    _dtype(p.name, p.dtype),
-                    training and p.requires_grad,
-                )
-                for p in program.params
-            ),
+            *params,
         ]
-        stage, gradients, limit = _compile(
-            GroupedExperts(program.function, program.boundary),
-            examples,
-            frozenset(range(EXPERT_PARAMS_AT, len(examples))),
+        batched = _choose_lowering(program, lowering) == "vmap"
+        module: torch.nn.Module = GroupedExperts(program.function, program.boundary)
+        traced = examples
+        if batched:
+            module = BatchedExperts(program.function)
+            rows = [
+                replace(example, shape=(0, n_local_experts, *example.shape[1:])) for example in examples[:2]
+            ]
+            traced = [*rows, *params]
+        compiled, gradients, limit = _compile(
+            module,
+            traced,
+            frozenset(range(len(traced) - len(params), len(traced))),
             where=f"experts of boundary {program.boundary}",
             autocast=False,
             split_weight_gradient=split_weight_gradient,
             compiler=compiler,
             device=device,
         )
+        stage: CompiledStage = compiled
+        if batched:
+            stage, gradients = PaddedStage(compiled), tuple(map(outer_position, gradients))
         zeros = tuple(ZeroGradient(i, examples[i].shape, examples[i].dtype) for i in gradients)
         return RowsStage(stage, program.out_features, program.out_dtype, zeros, limit)
 
     return cache.get(key, build)
+
+
+def _choose_lowering(program: ExpertsProgram, lowering: str) -> str:
+    """ "grouped_mm" or "vmap", after its check. Raises what the check raises; for "auto" both reasons in one."""
+    if lowering == "vmap":
+        check_batched(program)
+        return "vmap"
+    try:
+        check_row_independence(program)
+        return "grouped_mm"
+    except UnsupportedModelError as grouped:
+        if lowering == "grouped_mm":
+            raise
+        try:
+            check_batched(program)
+        except UnsupportedModelError as batched:
+            raise UnsupportedModelError(f"{grouped}. Not batched with vmap either: {batched}") from batched
+    return "vmap"
 
 
 def _dtype(name: str, dtype: torch.dtype | None) -> torch.dtype:
