@@ -52,16 +52,29 @@ def lower(
         raise PlanError(
             f"schedule {schedule.name} is for groups {groups}, the topology has {len(topology.groups)}"
         )
+    with_replicas = topology.groups if topology.attention_group_size > 1 else ()
+    reduced = {group: owned_stages for group in with_replicas if group.role is Role.ATTENTION}
+    return lower_lists(schedule, transfers, receive_ahead=receive_ahead, reduced=reduced)
+
+
+def lower_lists(
+    schedule: Schedule,
+    transfers: Sequence[Transfer],
+    *,
+    receive_ahead: int = 2,
+    reduced: Mapping[Group, Collection[int]] | None = None,
+) -> Schedule:
+    """`lower` for lists of any pipeline, its stages on any groups. `reduced`: per group the stages that get a REDUCE_GRAD."""
     if receive_ahead < 0:
         raise PlanError(f"receive_ahead must not be negative, got {receive_ahead}")
     routes = Routes(transfers)
     lowered: dict[Group, Blocks] = {}
-    for group in topology.groups:
-        blocks = add_transfers(schedule.of(group), routes)
+    for group, actions in schedule.actions.items():
+        blocks = add_transfers(actions, routes)
         blocks = add_event_waits(blocks, routes)
         blocks = hoist_receives(blocks, routes, receive_ahead)
-        if topology.attention_group_size > 1 and group.role is Role.ATTENTION:
-            blocks = add_grad_reductions(blocks, owned_stages)
+        if reduced and group in reduced:
+            blocks = add_grad_reductions(blocks, reduced[group])
         lowered[group] = blocks
     lowered = add_send_waits(schedule.name, lowered, routes)
     actions = {
