@@ -38,23 +38,49 @@ class Capability(StrEnum):
     STREAMS = "streams"  # every node has a stream
 
 
+# A capability holds from the pass that provides it until one of these takes its place.
+_UNTIL: Mapping[Capability, Capability] = {
+    Capability.NO_CHECKPOINTS: Capability.PARTITIONED,
+    Capability.DEINPLACED: Capability.PARTITIONED,
+    Capability.REGIONS_KNOWN: Capability.CANONICAL_EXPERTS,
+    Capability.CANONICAL_EXPERTS: Capability.PARTITIONED,
+    Capability.SIZES: Capability.PARTITIONED,
+    Capability.PLACED: Capability.PARTITIONED,
+    Capability.PARTITIONED: Capability.TRANSFERS,
+}
+
+
 class ContractError(DisagMoEError):
     """A pass in the wrong place, or one that did not do what it provides: a defect of this project, not of
     the model."""
 
 
-def check_order(passes: Iterable[GraphPass], given: frozenset[Capability]) -> None:
-    """Raises ContractError for the first pass whose requirements no earlier pass provides."""
-    have = set(given)
+def check_order(
+    passes: Iterable[GraphPass],
+    given: frozenset[Capability],
+    needed: frozenset[Capability] = frozenset(),
+) -> None:
+    """Raises ContractError for the first pass whose requirements do not hold where it stands.
+
+    `needed` must hold after the last pass.
+    """
+    have = given
     for index, graph_pass in enumerate(passes):
-        missing = sorted(graph_pass.requires - have)
+        missing = sorted(graph_pass.requires - standing(have))
         if missing:
             raise ContractError(
                 f"pass {index} ({graph_pass.name}) requires {', '.join(missing)}, which no earlier pass "
-                "provides; "
-                "reorder the passes"
+                "provides; reorder the passes, or leave the one that provides it on"
             )
         have |= graph_pass.provides
+    missing = sorted(needed - standing(have))
+    if missing:
+        raise ContractError(f"no pass provides {', '.join(missing)}, which the programs of the stages need")
+
+
+def standing(have: frozenset[Capability]) -> frozenset[Capability]:
+    """Those of the capabilities provided so far that the graph must still have."""
+    return frozenset(c for c in have if _UNTIL.get(c) not in have)
 
 
 def verify(capabilities: Iterable[Capability], graph_module: fx.GraphModule, culprit: str) -> None:

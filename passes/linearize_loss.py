@@ -45,7 +45,7 @@ class LinearizeLoss:
 
     reduction: str = "auto"
     name: str = "linearize_loss"
-    requires: frozenset[Capability] = frozenset({Capability.PARTITIONED})
+    requires: frozenset[Capability] = frozenset({Capability.TRANSFERS})
     provides: frozenset[Capability] = frozenset({Capability.LINEAR_LOSS})
 
     def __post_init__(self) -> None:

@@ -9,19 +9,23 @@ from dataclasses import dataclass
 from torch import fx
 
 from disagmoe_compile.passes.base import GraphPass, Observer, PassReport
-from disagmoe_compile.passes.contract import Capability, check_order, verify
+from disagmoe_compile.passes.contract import Capability, check_order, standing, verify
+
+CAPTURED = frozenset({Capability.SOURCES})  # what a captured graph offers
 
 
 @dataclass(frozen=True, slots=True)
 class PassManager:
-    """`given`: what the graph already offers before the first pass. Raises ContractError at construction for
-    a wrong order."""
+    """`given`: what the graph already offers before the first pass; `needed`: what it must offer after the last one.
+    Raises ContractError at construction for a wrong order.
+    """
 
     passes: tuple[GraphPass, ...]
-    given: frozenset[Capability] = frozenset({Capability.SOURCES})
+    given: frozenset[Capability] = CAPTURED
+    needed: frozenset[Capability] = frozenset()
 
     def __post_init__(self) -> None:
-        check_order(self.passes, self.given)
+        check_order(self.passes, self.given, self.needed)
 
     def run(
         self, graph_module: fx.GraphModule, observers: Sequence[Observer] = ()
@@ -29,12 +33,13 @@ class PassManager:
         """Transforms `graph_module` in place. Observers see `(index, pass name, graph module, report)` after
         each pass."""
         verify(self.given, graph_module, "capture")
-        reports = []
+        have, reports = self.given, []
         for index, graph_pass in enumerate(self.passes):
             report = graph_pass.run(graph_module)
             graph_module.graph.lint()
             graph_module.recompile()
-            verify(graph_pass.provides, graph_module, graph_pass.name)
+            have |= graph_pass.provides
+            verify(standing(have), graph_module, graph_pass.name)
             reports.append((graph_pass.name, report))
             for observe in observers:
                 observe(index, graph_pass.name, graph_module, report)
