@@ -159,7 +159,7 @@ def expected_copies(num_experts: int, top_k: int, destinations: int) -> float:
     all_choices = math.comb(num_experts, top_k)
 
     def hit(experts_here: int) -> float:
-        return 1 - math.comb(num_experts - experts_here, top_k) / all_choices
+        return 1 - math.comb(max(num_experts - experts_here, 0), top_k) / all_choices
 
     return larger * hit(small + 1) + (destinations - larger) * hit(small)
 
