@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from rich.console import Console
 from rich.table import Table
 
 from disagmoe_compile.cli.output import DebugOption, JsonOption, Output, command
+from disagmoe_compile.planner.efficiency import Efficiencies
 from disagmoe_compile.planner.hardware import Cluster, catalogue
 
 
@@ -35,4 +38,22 @@ def _render(console: Console, known: list[Cluster]) -> None:
             f"{cluster.nic_bytes_per_s / 1e9:g}",
         )
     console.print(table)
-    console.print("Sources and notes: disagmoe clusters --json")
+    console.print(_reached(known))
+    console.print(
+        "Sources and notes: disagmoe clusters --json. Any number can be overridden in a cluster file."
+    )
+
+
+def _reached(known: list[Cluster]) -> Table:
+    """Shares of the peaks; those that are guesses are marked."""
+    names = [field.name for field in fields(Efficiencies)]
+    table = Table(title="Shares of these peaks that plans count on (* assumed)")
+    table.add_column("name", no_wrap=True)
+    for name in names:
+        table.add_column(name.replace("_", "\n"), justify="right")
+    for cluster in known:
+        shares = [getattr(cluster.efficiencies, name) for name in names]
+        table.add_row(
+            cluster.name, *(f"{share.value:g}{'*' if share.is_assumed else ''}" for share in shares)
+        )
+    return table

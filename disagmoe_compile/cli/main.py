@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from disagmoe_compile.cli import clusters, doctor, inspect, plan, train
+from disagmoe_compile.cli import clusters, doctor, inspect, models, plan, train
 from disagmoe_compile.cli.output import report
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("doctor")(doctor.doctor)
+app.command("models")(models.models)
 app.command("clusters")(clusters.clusters)
 app.command("plan")(plan.plan)
 app.command("inspect")(inspect.inspect)

@@ -18,3 +18,12 @@ def test_the_catalogue_is_listed_with_sources(disagmoe: CommandLine) -> None:
 def test_people_get_a_table(disagmoe: CommandLine) -> None:
     _, out, _ = disagmoe("clusters")
     assert "H800-SXM5" in out and "989" in out
+
+
+def test_shares_of_peaks_are_shown_and_guesses_are_marked(disagmoe: CommandLine) -> None:
+    _, out, _ = disagmoe("clusters")
+    assert "0.7*" in out and "0.77" in out and "0.77*" not in out
+    _, out, _ = disagmoe("clusters", "--json")
+    reached = json.loads(out)["clusters"][0]["efficiencies"]
+    assert set(reached) == {"gemm", "attention_core", "memory", "link", "network"}
+    assert all(share["source"] for share in reached.values())
