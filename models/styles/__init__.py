@@ -14,14 +14,22 @@ import torch
 
 from disagmoe_compile.errors import InputError
 from disagmoe_compile.models.styles.batched_mm import BatchedMM
+from disagmoe_compile.models.styles.expert_choice import ExpertChoice
 from disagmoe_compile.models.styles.gathered_einsum import GatheredEinsum
+from disagmoe_compile.models.styles.gshard import GShard
 from disagmoe_compile.models.styles.language_model import LanguageModel, MakeMoE, Sizes
+from disagmoe_compile.models.styles.padded_bmm import PaddedBMM
 from disagmoe_compile.models.styles.sorted_grouped_mm import SortedGroupedMM
 
 STYLES: Mapping[str, MakeMoE] = {
     "batched_mm": BatchedMM,
     "batched_mm_weights_at_input": partial(BatchedMM, weights_at_input=True),
+    "expert_choice": ExpertChoice,
     "gathered_einsum": GatheredEinsum,
+    "gshard": GShard,
+    "gshard_fixed_capacity": partial(GShard, capacity=6),
+    "padded_bmm": PaddedBMM,
+    "padded_bmm_fixed_capacity": partial(PaddedBMM, capacity=6),
     "sorted_grouped_mm": SortedGroupedMM,
     "sorted_bincount": partial(SortedGroupedMM, count_with="bincount", weights_at_input=True),
 }

@@ -1,0 +1,223 @@
+"""Regions in which every expert has a buffer of slots that somebody filled: GShard's one-hot dispatch, padded scatter,
+expert choice.
+
+    slots = einsum("tec,td->ecd", dispatch, tokens)   or   zeros(E, C, D)[ids, position] = rows   or   tokens[top_C(scores.T)]
+    out   = bmm(act(bmm(slots, w1) + b1), w2) + b2                                          (or einsum, or matmul)
+
+How slots were filled and what becomes of their rows afterwards is not looked at: both stay in the attention stage. A
+slot is a pair with a token of its own, so the region is exact whatever the masks are: slots that hold several tokens,
+or none, or are dropped by the combine.
+
+Not every batched product with a stacked parameter is a mixture of experts (attention has projections a head): the
+slots must be filled by a discrete choice (top-k, argmax, sort) among as many as there are experts.
+
+Legend: T tokens, E experts, C slots an expert, D hidden size, H expert hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from disagmoe_compile.passes.aliasing import storage_roots, written
+from disagmoe_compile.passes.metadata import emit, is_call, is_tensor, rank_of, shape, value
+from disagmoe_compile.passes.program import Dim
+from disagmoe_compile.passes.regions import Found, NoMatch, Region
+from disagmoe_compile.passes.styles.axes import ONE, ROW, Axes
+from disagmoe_compile.passes.styles.pair_function import Converted, PairFunction
+from disagmoe_compile.passes.styles.parameters import is_parameter, is_stacked, parameter_leaf
+from disagmoe_compile.passes.styles.products import Product, Term, read_product
+
+_EXPERT = "expert"
+_CHOOSES = ("topk", "argmax", "argsort", "sort", "one_hot", "multinomial")
+_FILLS = (
+    "index_put", "scatter", "scatter_add", "index_add", "index_copy", "masked_scatter", "gather", "index_select", "getitem",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    name: str = "slots"
+
+    def find(self, graph: fx.Graph) -> Found:
+        regions, stopped = [], []
+        done: set[fx.Node] = set()
+        for node in graph.nodes:
+            layout = None if node in done else read_layout(node)
+            if layout is None:
+                continue
+            match = SlotMatch(graph, node, layout)
+            done |= match.inside
+            try:
+                region = match.region()
+            except NoMatch as reason:
+                stopped.append(reason)
+            else:
+                regions += [region] if region is not None else []
+        return Found(tuple(regions), tuple(stopped))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`rows` [*lead, D] are multiplied with one matrix an expert; `axes` names the leading dimensions."""
+
+    rows: fx.Node
+    axes: Axes
+    sizes: dict[str, Dim]
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.sizes[_EXPERT])  # type: ignore[arg-type]
+
+
+def read_layout(node: fx.Node) -> Layout | None:
+    """The layout of slots where `node` multiplies each expert's slots with its own matrix, or None."""
+    product = _first_product(node)
+    if product is None or len(product.terms) != 2:
+        return None
+    weights = [term for term in product.terms if is_stacked(term.node)]
+    if len(weights) != 1 or len(weights[0].letters) != 3 or not isinstance(shape(weights[0].node)[0], int):
+        return None
+    (rows,) = [term for term in product.terms if term is not weights[0]]
+    expert, *matrix = weights[0].letters
+    if expert not in rows.letters or expert not in product.letters or len(rows.letters) < 3:
+        return None
+    lead = [letter for letter in rows.letters if letter not in matrix]
+    if rows.letters[: len(lead)] != tuple(lead) or product.letters[: len(lead)] != tuple(lead):
+        return None
+    names = [_EXPERT if letter == expert else f"slot{i}" for i, letter in enumerate(lead)]
+    sizes = dict(zip(names, shape(rows.node)))
+    return Layout(rows.node, tuple((name,) for name in names), sizes)
+
+
+def _first_product(node: fx.Node) -> Product | None:
+    if is_call(node, "baddbmm"):
+        _, left, right = node.args[:3]
+        letters = (0, "row", "in"), (0, "in", "column")
+        return Product((Term(left, letters[0]), Term(right, letters[1])), (0, "row", "column"))  # type: ignore[arg-type]
+    return read_product(node)
+
+
+class SlotMatch:
+    """The region that begins at `first`. `region()` is None where no choice fills the slots; raises NoMatch."""
+
+    def __init__(self, graph: fx.Graph, first: fx.Node, layout: Layout) -> None:
+        self.graph, self.first, self.layout = graph, first, layout
+        self.inside = self._inside()
+        self.exit = next(
+            node
+            for node in reversed(graph.nodes)
+            if node in self.inside and any(map(is_stacked, node.all_input_nodes))
+        )
+        self.function = PairFunction(graph, self._leaf, layout.sizes)
+        self.slots: fx.Node | None = None
+        self.weights: fx.Node | None = None
+
+    def region(self) -> Region | None:
+        if not self._is_chosen():
+            return None
+        result = self.function.convert(self.exit, (*self.layout.axes, ROW))
+        if self.slots is None or not result.per_pair:
+            raise NoMatch(self.exit, "no slots enter the experts")
+        return Region(
+            style="slots",
+            tokens=self.slots,
+            token_ids=None,
+            expert_ids=expert_of_slots(self.graph, self.exit, self.slots, self.layout),
+            weights=self.weights,
+            params=tuple(self.function.params),
+            function=self.function.finish(result),
+            exit=self.exit,
+            num_experts=self.layout.num_experts,
+            top_k=1,
+        )
+
+    def _inside(self) -> set[fx.Node]:
+        """Everything over slots that is computed from the first product."""
+        n_lead = len(self.layout.axes)
+        lead = shape(self.layout.rows)[:n_lead]
+        # A second projection of the same rows (gate and up) begins the region too.
+        siblings = [
+            user
+            for user in self.layout.rows.users
+            if (read_layout(user) or self.layout).rows is self.layout.rows
+        ]
+        pending = [self.first, *(user for user in siblings if read_layout(user) is not None)]
+        inside = set(pending)
+        while pending:
+            for user in pending.pop().users:
+                is_over_slots = (
+                    is_tensor(user) and (rank_of(user) or 0) >= n_lead and shape(user)[:n_lead] == lead
+                )
+                is_parts = is_call(user, "chunk", "split")
+                if (is_over_slots or is_parts) and user not in inside:
+                    inside.add(user)
+                    pending.append(user)
+        return inside
+
+    def _leaf(self, node: fx.Node, axes: Axes) -> Converted | None:
+        if is_parameter(node):
+            return parameter_leaf(self.function, node, axes)
+        lead = self.layout.axes
+        if node in self.inside or axes[: len(lead)] != lead:
+            return None
+        if axes[len(lead) :] == (ROW,):
+            self.slots = self._one("slots", self.slots, node)
+            return self.function.rows
+        if axes[len(lead) :] in ((), (ONE,)):
+            self.weights = self._one("weights", self.weights, node)
+            return self.function.weight(axes)
+        return None
+
+    @staticmethod
+    def _one(what: str, known: fx.Node | None, node: fx.Node) -> fx.Node:
+        if known not in (None, node):
+            raise NoMatch(node, f"a second kind of {what} enters the experts")
+        return node
+
+    # -- who fills the slots
+
+    def _is_chosen(self) -> bool:
+        """Whether a discrete choice among the experts fills the slots."""
+        writers: dict[fx.Node, list[fx.Node]] = {}
+        roots = storage_roots(self.graph)
+        for node in self.graph.nodes:
+            target = written(node)
+            if target is not None:
+                writers.setdefault(roots[target], []).append(node)
+        pending, seen = [self.layout.rows], set()
+        while pending:
+            node = pending.pop()
+            if node in seen or _is_learned(node):
+                continue
+            seen.add(node)
+            if is_call(node, *_CHOOSES):
+                chosen_from = node.args[0]
+                sizes = (*shape(chosen_from), *shape(node)) if is_tensor(node) else shape(chosen_from)  # type: ignore[arg-type]
+                if self.layout.num_experts in sizes:
+                    return True
+                continue
+            pending += node.all_input_nodes
+            pending += writers.get(roots[node], [])
+        return False
+
+
+def _is_learned(node: fx.Node) -> bool:
+    """Whether `node` computes with parameters: what is before it is another matter."""
+    return any(is_parameter(source) for source in node.all_input_nodes)
+
+
+def expert_of_slots(graph: fx.Graph, before: fx.Node, slots: fx.Node, layout: Layout) -> fx.Node:
+    """[*lead] the expert of every slot, added to the graph."""
+    rank = len(layout.axes)
+    position = layout.axes.index((_EXPERT,))
+    with graph.inserting_before(before):
+        sizes = [
+            size if isinstance(size, int) else emit(graph, "size", (slots, dim))
+            for dim, size in enumerate(shape(slots)[:rank])
+        ]
+        experts = emit(graph, torch.arange, (layout.num_experts,), {"device": value(slots).device})
+        shaped = [layout.num_experts if dim == position else 1 for dim in range(rank)]
+        return emit(graph, "expand", (emit(graph, "reshape", (experts, *shaped)), *sizes))
