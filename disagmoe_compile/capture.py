@@ -54,9 +54,7 @@ def capture(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Capt
     batch = _batch_inputs(kinds, example_inputs)
     batch_symbol = None
     if batch and int(example_inputs[batch[0]].shape[0]) > 1:
-        # A tensor that was passed before is marked already, its companions of this call may not be.
-        fixed = [i for i in batch if isinstance(expression(nodes[i].meta["example_value"].shape[0]), int)]
-        if not all(_is_marked(example_inputs[i]) for i in fixed):
+        if not _is_symbolic_alone(nodes, kinds, batch) and not all(_is_marked(example_inputs[i]) for i in batch):
             _restart_with_symbolic_batch([example_inputs[i] for i in batch])
         batch_symbol = _batch_symbol(graph_module, nodes, sources, kinds, batch)
     names = _qualified_names(graph_module)
@@ -162,6 +160,22 @@ def _batch_inputs(kinds: Sequence[InputKind], example_inputs: Sequence[Any]) -> 
     )
 
 
+def _is_symbolic_alone(nodes: Sequence[fx.Node], kinds: Sequence[InputKind], batch: Sequence[int]) -> bool:
+    """Whether every batch dimension has a symbol, and no other dimension of an input has the same.
+
+    Dynamo gives equal sizes that vary one symbol (`dynamic=True`, batch size equal to sequence length); marked dimensions get
+    their own.
+    """
+    sizes = [expression(nodes[i].meta["example_value"].shape[0]) for i in batch]
+    others = [
+        expression(size)
+        for node, kind in zip(nodes, kinds)
+        if kind is InputKind.INPUT
+        for size in node.meta["example_value"].shape[1:]
+    ]
+    return not any(isinstance(size, int) or size in others for size in sizes)
+
+
 def _is_marked(tensor: torch.Tensor) -> bool:
     return 0 in getattr(tensor, "_dynamo_dynamic_indices", ())
 
@@ -196,15 +210,11 @@ def _batch_symbol(
             f"micro-batches{where}; "
             "take sizes from tensors (`x.shape[0]`) instead of comparing or converting them to numbers"
         )
-    for index, (node, kind) in enumerate(zip(nodes, kinds)):
-        value = node.meta["example_value"]
-        if kind is InputKind.INPUT and any(size == expression(d) for d in value.shape[1:]):
+    for node, source, kind in zip(nodes, sources, kinds):
+        if kind is InputKind.INPUT and size in map(expression, node.meta["example_value"].shape[1:]):
             raise CaptureError(
-                f"batch size and another dimension of `{sources[index]}` are equal in this call, and both "
-                "vary between calls, so Dynamo "
-                "took them for one. Make the first batch of a new shape differ (batch size unequal to "
-                "sequence length), or set "
-                "torch.fx.experimental._config.use_duck_shape = False"
+                f"the model needs its batch size to equal another dimension of `{source}`, so it cannot be split into "
+                f"micro-batches{_where_specialised(first)}"
             )
     return size
 
