@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from disagmoe_compile.cli import clusters, doctor, inspect, models, plan, train
+from disagmoe_compile.cli import clusters, doctor, inspect, models, plan, simulate, train
 from disagmoe_compile.cli.output import report
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app.command("doctor")(doctor.doctor)
 app.command("models")(models.models)
 app.command("clusters")(clusters.clusters)
 app.command("plan")(plan.plan)
+app.command("simulate")(simulate.simulate)
 app.command("inspect")(inspect.inspect)
 app.command("train")(train.train)
 

@@ -1,0 +1,172 @@
+"""What a simulated step did, action by action, and what follows from it. Simulated, never measured.
+
+Of each group's compute, the step is cut into three parts that add up to the makespan:
+    busy              an action runs
+    exposed           nothing runs, and the message that the list waits for is on its way: sent, and not arrived
+    bubble            nothing runs, and what is waited for does not exist yet (or there is nothing left to do)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from disagmoe_compile.plan.action import COMPUTE_KINDS, Action, ActionKind
+from disagmoe_compile.plan.steps import parts_of
+from disagmoe_compile.plan.topology import Group
+from disagmoe_compile.simulator.engine import Times
+from disagmoe_compile.simulator.program import Placed, Program, simulate_tasks
+from disagmoe_compile.simulator.sharing import Number
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedEvent:
+    """As `runtime.timeline.Event`, of a group instead of a rank. A SEND's or RECV's event ends with its message."""
+
+    action: str
+    stream: str
+    start: float
+    end: float
+    nbytes: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Of one group's step, in the program's unit of time; the three add up to the makespan."""
+
+    busy: Number
+    exposed: Number
+    bubble: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Times of a program. Made by `simulate_program`."""
+
+    program: Program
+    placed: Placed
+    times: Times
+
+    @property
+    def makespan(self) -> Number:
+        return self.times.makespan
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        return tuple(self.program.schedule.actions)
+
+    def events(self, group: Group) -> Iterator[tuple[Action, Number, Number]]:
+        """Every action of a group's list with its start and end."""
+        start, end = self.times.start, self.times.end
+        tasks, own = self.placed.task[group], self.placed.is_own[group]
+        for k, action in enumerate(self.program.schedule.of(group)):
+            task = tasks[k]
+            begins = start[task] if own[k] else end[task] if task >= 0 else 0
+            ends = end[task] if own[k] else begins
+            if action.kind is ActionKind.REDUCE_GRAD:
+                move = self.placed.reduction[group, k]
+                begins, ends = start[move], end[move]
+            elif action.kind in (ActionKind.SEND, ActionKind.RECV):
+                assert action.transfer is not None and action.microbatch is not None
+                ends = max(begins, end[self.placed.message[action.transfer, action.microbatch]])
+            elif action.kind is ActionKind.WAIT and own[k]:
+                begins = max((end[before] for before in self.placed.tasks.after[task][:-1]), default=0)
+            yield action, begins, ends
+
+    def share(self, group: Group) -> Share:
+        """How the group's compute spends the step."""
+        busy = _union((start, end) for action, start, end in self.events(group) if _is_compute(action))
+        spent = _measure(busy)
+        waits = _measure(_union([*busy, *self._waits(group)])) - spent
+        return Share(spent, waits, self.makespan - spent - waits)
+
+    def _waits(self, group: Group) -> Iterator[Interval]:
+        """When the list of a group waits for a message that is on its way, or its gradients are being summed."""
+        for action, start, end in self.events(group):
+            if action.kind is ActionKind.REDUCE_GRAD:
+                yield start, end
+            elif action.kind is ActionKind.WAIT and action.transfer is not None and end > start:
+                assert action.microbatch is not None
+                move = self.placed.message[action.transfer, action.microbatch]
+                yield max(start, self.times.start[move]), end
+
+    def busiest(self) -> Group:
+        """The group whose compute is busy longest, the critical one; the first of equals."""
+        return max(self.groups, key=lambda group: self.share(group).busy)
+
+    def peak_bytes(
+        self, activation: Mapping[int, Number], received: Mapping[str, Number] | None = None
+    ) -> dict[Group, Number]:
+        """The most that each group holds at once: `activation` of a stage from its F to its B or W, what is `received` from its
+        RECV to its FREE, and what it sends (as much as is received) until it has left.
+        """
+        return {group: self._peak(group, activation, received or {}) for group in self.groups}
+
+    def _peak(self, group: Group, activation: Mapping[int, Number], received: Mapping[str, Number]) -> Number:
+        changes: list[tuple[Number, int, Number]] = []  # time, releases first, bytes
+        posted: set[tuple[str, int | None]] = set()
+        for action, start, end in self.events(group):
+            for part in parts_of(action):
+                held = activation.get(part.stage, 0)
+                if part.kind is ActionKind.FORWARD:
+                    changes.append((start, 1, held))
+                elif part.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
+                    changes.append((end, 0, -held))
+            size = received.get(action.transfer, 0) if action.transfer else 0
+            if not size:
+                continue
+            if action.kind is ActionKind.RECV:
+                posted.add((str(action.transfer), action.microbatch))
+                changes.append((start, 1, size))
+            elif action.kind is ActionKind.SEND:
+                changes += [(start, 1, size), (end, 0, -size)]
+            elif action.kind is ActionKind.FREE and (action.transfer, action.microbatch) in posted:
+                changes.append((start, 0, -size))
+        held = peak = 0
+        for _, _, change in sorted(changes):
+            held += change
+            peak = max(peak, held)
+        return peak
+
+    def trace_events(self, group: Group, nbytes: Mapping[str, Number] | None = None) -> list[SimulatedEvent]:
+        """The actions that take time, as the runtime records them."""
+        return [
+            SimulatedEvent(
+                str(action),
+                str(action.stream),
+                float(start),
+                float(end),
+                int((nbytes or {}).get(action.transfer or "", 0)),
+            )
+            for action, start, end in self.events(group)
+            if end > start
+        ]
+
+
+Interval = tuple[Number, Number]
+
+
+def simulate_program(program: Program) -> Timeline:
+    """Runs a program. Raises PlanError on a deadlock, with the cycle and the grid around it."""
+    placed, times = simulate_tasks(program)
+    return Timeline(program, placed, times)
+
+
+def _is_compute(action: Action) -> bool:
+    return action.kind in COMPUTE_KINDS or action.kind is ActionKind.OVERLAP
+
+
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Disjoint, in order."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def _measure(disjoint: Iterable[Interval]) -> Number:
+    return sum((end - start for start, end in disjoint), start=0)
