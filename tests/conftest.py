@@ -15,10 +15,19 @@ if TYPE_CHECKING:
     from disagmoe_compile.testing.pool import GlooPool
 
 
+# What ranks import on their first case, but not `backend.entry`: it looks at torchrun's environment.
+_RANKS_IMPORT = (
+    "torch._dynamo",
+    "disagmoe_compile.backend.graph_session",
+    "disagmoe_compile.backend.planning",
+    "transformers.modeling_utils",
+)
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[GlooPool]:
     """Up to eight gloo ranks for the whole session; only those that a test needs are started."""
     from disagmoe_compile.testing.pool import GlooPool
 
-    with GlooPool(8) as gloo:
+    with GlooPool(8, preload=_RANKS_IMPORT) as gloo:
         yield gloo

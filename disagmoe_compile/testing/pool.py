@@ -6,7 +6,8 @@
 
 The function is found by module and name, so it must be at the top of a module, never a lambda or a local.
 Every case runs in a fresh default process group of its own size over gloo; ranks beyond that size rest.
-Workers start when first needed.
+Workers start when first needed, as forks of one server process that has imported torch and what `preload` names: each costs a
+fraction of the seconds that the imports take.
 
 Nothing hangs: each case has a timeout, after which the report shows where every rank stood. A rank that
 raises leaves the process group at once, so its peers' pending operations fail instead of waiting; a rank that
@@ -67,13 +68,20 @@ class _Worker:
 class GlooPool:
     """Processes `0 .. world_size-1`, each able to be that rank of a case. Not thread-safe: one case at a
     time.
+
+    `preload`: modules that most cases import; the first pool of a process decides. Name none that looks at torchrun's
+    environment or starts threads while it is imported.
     """
 
-    def __init__(self, world_size: int, *, timeout_s: float = 120.0) -> None:
+    def __init__(
+        self, world_size: int, *, timeout_s: float = 120.0, preload: Sequence[str] = ("torch._dynamo",)
+    ) -> None:
         if world_size < 1 or timeout_s <= 0:
             raise ValueError(f"world size {world_size} and timeout {timeout_s} s must be positive")
         self.world_size = world_size
         self.timeout_s = timeout_s
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(preload))
         self._workers: dict[int, _Worker] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="gloo-pool-")
         self._cases = 0
@@ -170,15 +178,17 @@ class GlooPool:
         torch.
         """
         fresh = [rank for rank in range(size) if rank not in self._workers]
-        context = multiprocessing.get_context("spawn")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **_loopback()}
         for rank in fresh:
-            ours, theirs = context.Pipe()
+            ours, theirs = self._context.Pipe()
             stacks = Path(self._folder.name) / f"stacks-{rank}-{self._cases}"
-            process = context.Process(
-                target=serve, args=(rank, theirs, str(stacks)), daemon=True, name=f"gloo-pool-{rank}"
+            process = self._context.Process(
+                target=serve,
+                args=(rank, theirs, str(stacks), environment),
+                daemon=True,
+                name=f"gloo-pool-{rank}",
             )
-            with _environment({"OMP_NUM_THREADS": "1", **_loopback()}):
-                process.start()
+            process.start()
             theirs.close()  # else the end of the worker would not close the pipe
             self._workers[rank] = _Worker(process, ours, stacks)
         deadline = time.monotonic() + _START_TIMEOUT_S
@@ -295,17 +305,3 @@ def _loopback() -> dict[str, str]:
     """Gloo resolves the host name otherwise, which is slow or wrong on many machines."""
     names = {name for _, name in socket.if_nameindex()}
     return {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in names and "GLOO_SOCKET_IFNAME" not in os.environ else {}
-
-
-@contextlib.contextmanager
-def _environment(extra: Mapping[str, str]) -> Any:
-    before = {name: os.environ.get(name) for name in extra}
-    os.environ.update(extra)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -58,8 +58,13 @@ class Failure:
         return f"{self.kind}: {self.message}"
 
 
-def serve(rank: int, connection: Connection, stacks: str) -> None:
-    """Main loop of a worker. SIGUSR1 makes it write the stacks of its threads to the file `stacks`."""
+def serve(rank: int, connection: Connection, stacks: str, environment: Mapping[str, str]) -> None:
+    """Main loop of a worker. SIGUSR1 makes it write the stacks of its threads to the file `stacks`.
+
+    `environment` replaces that of the server it was forked from, which may be older.
+    """
+    os.environ.clear()
+    os.environ.update(environment)
     with open(stacks, "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
         import torch
