@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from disagmoe_compile.passes.metadata import is_call, is_tensor, target_name
+from disagmoe_compile.passes.modes import erase_idle_switches, switches_mode, transform_blocks
 
 AUGMENTED = {
     operator.iadd: operator.add,
@@ -110,9 +111,10 @@ def effect_edges(graph: fx.Graph, roots: Mapping[fx.Node, fx.Node]) -> dict[fx.N
 
 
 def remove_dead(graph: fx.Graph) -> int:
-    """Erases every node that the output does not depend on through data or effects. Returns how many."""
+    """Erases every node that the output does not depend on through data, effects or modes. Returns how many."""
     edges = effect_edges(graph, storage_roots(graph))
-    live: set[fx.Node] = set()
+    blocks = transform_blocks(graph)
+    live: set[fx.Node] = {node for node in graph.nodes if switches_mode(node)}
     pending = [node for node in graph.nodes if node.op == "output"]
     while pending:
         node = pending.pop()
@@ -120,7 +122,9 @@ def remove_dead(graph: fx.Graph) -> int:
             live.add(node)
             pending += node.all_input_nodes
             pending += edges[node]
+            pending += blocks.get(node, ())
     dead = [node for node in graph.nodes if node not in live and node.op != "placeholder"]
     for node in reversed(dead):
         graph.erase_node(node)
+    erase_idle_switches(graph)
     return len(dead)

@@ -12,12 +12,16 @@ from torch import fx
 
 from disagmoe_compile.passes.base import PassReport
 from disagmoe_compile.passes.contract import Capability
-from disagmoe_compile.passes.metadata import describe, is_call
+from disagmoe_compile.passes.metadata import describe, is_call, is_tensor, value
+from disagmoe_compile.passes.modes import mode_obstacle
 from disagmoe_compile.passes.regions import Region, Style, in_graph_order
+from disagmoe_compile.passes.styles.expert_loop import ExpertLoop
+from disagmoe_compile.passes.styles.gathered import Gathered
 from disagmoe_compile.passes.styles.grouped_mm import GroupedMM
 from disagmoe_compile.passes.styles.masked_dense import MaskedDense
+from disagmoe_compile.passes.styles.slot_regions import SlotRegions
 
-STYLES: tuple[Style, ...] = (GroupedMM(), MaskedDense())
+STYLES: tuple[Style, ...] = (GroupedMM(), Gathered(), MaskedDense(), SlotRegions(), ExpertLoop())
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +36,13 @@ class FindRegions:
         claimed: set[fx.Node] = set()
         for style in self.styles:
             result = style.find(graph)
-            found += [region for region in result.regions if region.exit not in claimed]
-            claimed |= {region.exit for region in result.regions}
+            fitting = [region for region in result.regions if region.exit not in claimed]
+            for region in fitting:
+                claimed |= _computed_with_params(region)
+            obstacles = [mode_obstacle(graph, _interior(region)) for region in fitting]
+            found += [region for region, obstacle in zip(fitting, obstacles) if obstacle is None]
             stopped += [f"{style.name}: {reason}" for reason in result.stopped]
+            stopped += [f"{style.name}: {describe(o[0])}: {o[1]}" for o in obstacles if o is not None]
         regions = in_graph_order(graph, found)
         graph_module.meta["disagmoe_regions"] = regions
         stopped += unused_top_ks(graph, regions)
@@ -44,6 +52,38 @@ class FindRegions:
             for b, r in enumerate(regions)
         )
         return PassReport(matched=len(regions), skipped=tuple(stopped), notes=notes)
+
+
+def _computed_with_params(region: Region) -> set[fx.Node]:
+    """What the region computes with its parameters, the exit included."""
+    pending = [node for param in region.params for node in (param if isinstance(param, tuple) else (param,))]
+    before: set[fx.Node] = set()
+    backwards = [region.exit]
+    while backwards:
+        node = backwards.pop()
+        if node not in before and node is not region.tokens:
+            before.add(node)
+            backwards += node.all_input_nodes
+    found = {region.exit}
+    while pending:
+        for user in pending.pop().users:
+            if user in before and user not in found:
+                found.add(user)
+                pending.append(user)
+    return found
+
+
+def _interior(region: Region) -> list[fx.Node]:
+    """What the region computes between its tokens, weights and parameters and its exit, the exit included."""
+    ends = {region.tokens, region.token_ids, region.expert_ids, region.weights, region.base}
+    found: dict[fx.Node, None] = {}
+    pending = [region.exit]
+    while pending:
+        node = pending.pop()
+        if node not in found and node not in ends and node.op != "placeholder":
+            found[node] = None
+            pending += node.all_input_nodes
+    return [node for node in found if is_tensor(node) and value(node).is_floating_point()]
 
 
 def unused_top_ks(graph: fx.Graph, regions: tuple[Region, ...]) -> list[str]:

@@ -8,12 +8,14 @@ Recomputed by each reader, never sent: what depends on the model's inputs alone 
 sin, shifted labels), and what depends on parameters and buffers alone. Random numbers are never recomputed.
 
 A storage that is written in place is one thing with all its views and writers: unless all of it can be
-recomputed, it is created no earlier than its last write.
+recomputed, it is created no earlier than its last write. The block of a function transform (vmap) is one
+thing too: its values exist inside it only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -31,6 +33,7 @@ from disagmoe_compile.passes.metadata import (
     source_of,
     target_name,
 )
+from disagmoe_compile.passes.modes import transform_blocks
 from disagmoe_compile.passes.program import InputKind
 from disagmoe_compile.plan.topology import Role
 
@@ -64,10 +67,11 @@ class LabelRoles:
         roots = storage_roots(graph)
         edges = effect_edges(graph, roots)
         _reject_written_inputs(graph, roots)
-        together = _written_storages(graph, roots)
-        inputs = _dependencies(graph, edges, together)
-        levels = _levels(graph, edges, roots, together, inputs)
-        _reject_late_writes(graph, together, levels)
+        storages = _written_storages(graph, roots)
+        blocks = tuple(dict.fromkeys(transform_blocks(graph).values()))
+        inputs = _dependencies(graph, edges, (*storages.values(), *blocks))
+        levels = _levels(graph, edges, storages, blocks, inputs)
+        _reject_late_writes(graph, storages, levels)
         for node in graph.nodes:
             if node.op != "output":
                 node.meta[PLACEMENT] = _placement(node, levels[node], inputs[node])
@@ -116,7 +120,7 @@ def _written_storages(graph: fx.Graph, roots: Mapping[fx.Node, fx.Node]) -> dict
 
 
 def _dependencies(
-    graph: fx.Graph, edges: Mapping[fx.Node, frozenset[fx.Node]], together: Mapping[fx.Node, list[fx.Node]]
+    graph: fx.Graph, edges: Mapping[fx.Node, frozenset[fx.Node]], together: Sequence[Sequence[fx.Node]]
 ) -> dict[fx.Node, frozenset[str]]:
     """node -> which of {"parameter", "input"} it depends on. Buffers count as neither; random numbers as
     both."""
@@ -136,7 +140,7 @@ def _dependencies(
             else:
                 read = [found[n] for n in (*node.all_input_nodes, *edges[node])]
                 found[node] = frozenset().union(*read, found.get(node, frozenset()))
-        for members in together.values():
+        for members in together:
             shared = frozenset().union(*(found[member] for member in members))
             found.update(dict.fromkeys(members, shared))
         if found == before:
@@ -146,14 +150,21 @@ def _dependencies(
 def _levels(
     graph: fx.Graph,
     edges: Mapping[fx.Node, frozenset[fx.Node]],
-    roots: Mapping[fx.Node, fx.Node],
-    together: Mapping[fx.Node, list[fx.Node]],
+    storages: Mapping[fx.Node, list[fx.Node]],
+    blocks: Sequence[Sequence[fx.Node]],
     inputs: Mapping[fx.Node, frozenset[str]],
 ) -> dict[fx.Node, int]:
-    """node -> number of boundaries it reads, with written storages created no earlier than their last
-    write."""
+    """node -> number of boundaries it reads; a written storage is created no earlier than its last write, and a
+    block no earlier than its last value."""
+    # (members, those of them that decide how early all of them can be)
+    groups = [(m, [n for n in m if written(n) or n is root]) for root, m in storages.items()]
+    groups += [(list(block), list(block)) for block in blocks]
+    groups_of: dict[fx.Node, list[int]] = defaultdict(list)
+    for index, (members, _) in enumerate(groups):
+        for node in members:
+            groups_of[node].append(index)
     levels: dict[fx.Node, int] = {}
-    floors = dict.fromkeys(together, 0)
+    floors = [0] * len(groups)
     while True:
         for node in graph.nodes:
             read = [levels[n] for n in (*node.all_input_nodes, *edges[node])]
@@ -167,13 +178,10 @@ def _levels(
                         "replace the in-place operation by one that returns a new tensor"
                     )
                 level = boundary + 1
-            if roots[node] in floors and len(inputs[node]) == 2:
-                level = max(level, floors[roots[node]])
+            if len(inputs[node]) == 2:
+                level = max([level, *(floors[index] for index in groups_of.get(node, ()))])
             levels[node] = level
-        new = {
-            root: max(levels[m] for m in members if written(m) or m is root)
-            for root, members in together.items()
-        }
+        new = [max(levels[node] for node in deciding) for _, deciding in groups]
         if new == floors:
             return levels
         floors = new

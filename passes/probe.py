@@ -2,7 +2,9 @@
 
 Rules read the graph and may misread an operation they half know. So the head's loss is computed on some samples at once, as
 the model wrote it, and sample by sample, as the pipeline will; and each attention stage likewise. A loss that does not add up
-is refused; a stage that gives other values names the first operation that mixes samples.
+is refused; a stage that gives other values names the first operation that mixes samples. Where only the predictions that a
+cross entropy reads depend on other samples (batch normalisation behind the last experts), the loss itself still adds up, and the
+operation is named too.
 
 Parameters and values from other stages are random, so that zeros of an initialisation hide nothing. The cost is two forwards
 of each distinct attention stage on at most three samples.
@@ -12,16 +14,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from disagmoe_compile.errors import UnsupportedModelError
 from disagmoe_compile.passes.captured import CapturedGraph
-from disagmoe_compile.passes.metadata import describe
+from disagmoe_compile.passes.metadata import describe, free_symbols, is_call, is_tensor, shape
+from disagmoe_compile.passes.modes import closes_block, leaving, opens_block
 from disagmoe_compile.passes.program import (
     AttentionProgram,
     InputKind,
@@ -84,22 +88,43 @@ class _Probe:
         if head.uses_rng:
             return None
         inputs = self._whole(head.inputs)
-        expected = float(unsplit(*inputs))
-        denominators = [float(d) for d in loss.denominators(*self._whole(loss.inputs))]
-        total = 0.0
-        for sample in range(self.n_samples):
-            try:
-                outputs = _run(head.module, self._of_sample(head.inputs, inputs, sample))
-            except Exception as error:  # whatever the model's own operations raise on a single sample
-                return f"it cannot be computed on one sample alone ({_first_line(error)})"
-            numerators = [float(outputs[position]) for position in head.loss_numerators]
-            terms = zip(loss.coefficients, numerators, denominators, strict=True)
-            total += sum(c * n / d if d else math.nan for c, n, d in terms)
-        if math.isnan(expected):  # no valid label among these samples
-            return None
-        if abs(total - expected) <= self._tolerance(inputs) * max(abs(expected), 1e-6):
-            return None
-        return f"on {self.n_samples} samples it is {expected:.6g} at once and {total:.6g} sample by sample"
+        expected = float(_Run(unsplit).run(*inputs))
+        denominators = [float(d) for d in _Run(loss.denominators).run(*self._whole(loss.inputs))]
+
+        def total(predictions: Mapping[fx.Node, torch.Tensor]) -> float:
+            found = 0.0
+            for sample in range(self.n_samples):
+                run = _Run(head.module, {node: (value, sample) for node, value in predictions.items()})
+                outputs = run.run(*self._of_sample(head.inputs, inputs, sample))
+                numerators = [float(outputs[position]) for position in head.loss_numerators]
+                terms = zip(loss.coefficients, numerators, denominators, strict=True)
+                found += sum(c * n / d if d else math.nan for c, n, d in terms)
+            return found
+
+        def adds_up(found: float) -> bool:
+            return abs(found - expected) <= self._tolerance(inputs) * max(abs(expected), 1e-6)
+
+        try:
+            found = total({})
+            if math.isnan(expected) or adds_up(found):  # NaN: no valid label among these samples
+                return None
+            predictions = self._predictions(head)
+            if predictions and self.mixing_operation(head):
+                whole = _values(head.module, inputs)
+                if adds_up(total({node: whole[node] for node in predictions})):
+                    return None
+        except Exception as error:  # whatever the model's own operations raise on a single sample
+            return f"it cannot be computed on one sample alone ({_first_line(error)})"
+        return f"on {self.n_samples} samples it is {expected:.6g} at once and {found:.6g} sample by sample"
+
+    def _predictions(self, head: AttentionProgram) -> list[fx.Node]:
+        """What cross entropies read as scores of classes, row by row: no normaliser can hide behind it."""
+        read = [
+            node.args[0]
+            for node in head.module.graph.nodes
+            if is_call(node, "cross_entropy") and node.args and is_tensor(node.args[0])
+        ]
+        return [node for node in read if self.symbol not in free_symbols(shape(node)[1:])]
 
     # ---- stages
     def mixing_operation(self, program: AttentionProgram) -> str | None:
@@ -118,7 +143,8 @@ class _Probe:
             )
         output = next(iter(reversed(program.module.graph.nodes)))
         numerators = {output.args[0][position] for position in program.loss_numerators}
-        if not any(_differ(whole[r], part[r], tolerance) for r in output.args[0] if r not in numerators):
+        results = [*(r for r in output.args[0] if r not in numerators), *self._predictions(program)]
+        if not any(_differ(whole[result], part[result], tolerance) for result in results):
             return None
         mixing = next(
             (
@@ -177,11 +203,43 @@ class _Probe:
         return _COARSE_TOLERANCE if is_coarse else _TOLERANCE
 
 
-def _run(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-    """As calling it, but an error that is expected leaves nothing on stderr."""
-    interpreter = fx.Interpreter(module)
-    interpreter.extra_traceback = False
-    return interpreter.run(*inputs)
+class _Run(fx.Interpreter):
+    """As calling the module, but an expected error leaves nothing on stderr and no mode switched.
+
+    `given`: node -> (its value for all samples, which sample this run is of), in place of what the run computes.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        given: Mapping[fx.Node, tuple[torch.Tensor, int]] | None = None,
+        *,
+        keep_values: bool = False,
+    ) -> None:
+        super().__init__(module, garbage_collect_values=not keep_values)
+        self.extra_traceback = False
+        self.given = given or {}
+        self.undo: list[Callable[[], object]] = []
+
+    def run(self, *inputs: Any) -> Any:  # type: ignore[override]
+        with torch.no_grad():
+            try:
+                return super().run(*inputs)
+            finally:
+                for leave in reversed(self.undo):
+                    leave()
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n in self.given:
+            whole, sample = self.given[n]
+            rows = result.shape[0]
+            return whole.narrow(0, sample * rows, rows)
+        if opens_block(n):
+            self.undo.append(leaving(n, result))
+        elif closes_block(n):
+            self.undo.pop()
+        return result
 
 
 def _first_line(error: Exception) -> str:
@@ -190,10 +248,9 @@ def _first_line(error: Exception) -> str:
 
 def _values(module: fx.GraphModule, inputs: Sequence[Any]) -> Mapping[fx.Node, Any]:
     """Every value of the graph, by node."""
-    interpreter = fx.Interpreter(module, garbage_collect_values=False)
-    interpreter.extra_traceback = False
-    interpreter.run(*inputs)
-    return interpreter.env
+    run = _Run(module, keep_values=True)
+    run.run(*inputs)
+    return run.env
 
 
 def _differ(whole: Any, part: Any, tolerance: float) -> bool:
@@ -201,6 +258,7 @@ def _differ(whole: Any, part: Any, tolerance: float) -> bool:
     if (
         not isinstance(whole, torch.Tensor)
         or not isinstance(part, torch.Tensor)
+        or is_functorch_wrapped_tensor(part)  # a value inside vmap, whose level is over
         or not part.is_floating_point()
     ):
         return False
