@@ -7,6 +7,7 @@ gradients without a word. Rewriting is legal where no other name of the storage 
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from torch import fx
 from disagmoe_compile.passes.aliasing import AUGMENTED, root_of, written
 from disagmoe_compile.passes.base import PassReport
 from disagmoe_compile.passes.contract import Capability
-from disagmoe_compile.passes.metadata import describe, target_name, value
+from disagmoe_compile.passes.metadata import describe, is_call, is_gather, is_tensor, target_name, value
 
 _RANDOM = frozenset({
     "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_", "log_normal_",
@@ -55,12 +56,22 @@ def _functional(node: fx.Node) -> tuple[str, object] | None:
     """(op, target) of the call that returns what `node` writes, or None where torch has none."""
     if node.target in AUGMENTED:
         return "call_function", AUGMENTED[node.target]
+    if node.target is operator.setitem:
+        return ("call_function", torch.index_put) if _adds_to_rows(node) else None
     name = target_name(node)
     if name in _RANDOM or not name.endswith("_") or "out" in node.kwargs:
         return None
     if node.op == "call_method" and hasattr(torch.Tensor, name[:-1]):
         return "call_method", name[:-1]
     return None
+
+
+def _adds_to_rows(node: fx.Node) -> bool:
+    """`x[index] += rows`, which Python spells `x[index] = x[index] + rows`, with an index tensor."""
+    target, index, rows = node.args
+    if not is_tensor(index) or not is_call(rows, "add") or value(rows).dtype != value(target).dtype:  # type: ignore[arg-type]
+        return False
+    return any(is_gather(taken) and taken.args == (target, index) for taken in rows.args)  # type: ignore[union-attr]
 
 
 def _obstacle(node: fx.Node, target: fx.Node, names: list[fx.Node], order: dict[fx.Node, int]) -> str | None:
@@ -80,6 +91,9 @@ def _replace(graph: fx.Graph, node: fx.Node, target: fx.Node, order: dict[fx.Nod
     found = _functional(node)
     assert found is not None, "checked by _obstacle"
     node.op, node.target = found
+    if node.target is torch.index_put:
+        node.args = (target, (node.args[1],), node.args[2])
+        node.meta["example_value"] = value(target)
     later = [user for user in target.users if order.get(user, -1) > order[node]]
     result, inserted = node, 0
     if _promotes(node, target):
