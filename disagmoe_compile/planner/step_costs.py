@@ -11,6 +11,8 @@ b. Layers without experts belong to the attention stage that follows them, after
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -35,10 +37,13 @@ __all__ = [
     "Dedup",
     "ExchangeBytes",
     "ModelCosts",
+    "copies_to_shares",
+    "even_shares",
     "exchange_bytes",
     "expected_copies",
     "grouped_gemm_efficiency",
     "model_costs",
+    "with_recompute",
 ]
 
 
@@ -146,22 +151,32 @@ def with_recompute(costs: ComponentCosts, *, recompute: bool) -> ComponentCosts:
 def expected_copies(num_experts: int, top_k: int, destinations: int) -> float:
     """Expected number of distinct destinations of a token whose `top_k` of `num_experts` experts are drawn uniformly.
 
-    Destinations hold experts as evenly as possible (their numbers differ by one at most). Exact, and ours for uneven shares: the
-    sum over destinations d of 1 - C(E - e_d, k) / C(E, k), which is N (1 - C(E - E/N, k) / C(E, k)) where N divides E. Real
-    routers are not uniform: groups of experts (DeepSeek-V2, V3) send fewer copies to nodes.
+    Destinations hold experts as evenly as possible: their numbers differ by one at most. Where N divides E it is the known
+    N (1 - C(E - E/N, k) / C(E, k)). Real routers are not uniform: those that choose groups of experts first (DeepSeek-V2, V3)
+    send fewer copies to nodes. Raises InputError where a destination would hold no expert.
     """
     if not 1 <= destinations <= num_experts or not 1 <= top_k <= num_experts:
         raise InputError(
             f"{top_k} of {num_experts} experts on {destinations} destinations: each destination needs an expert, and a token "
             f"from 1 to {num_experts}"
         )
-    small, larger = divmod(num_experts, destinations)
-    all_choices = math.comb(num_experts, top_k)
+    return copies_to_shares(top_k, even_shares(num_experts, destinations))
 
-    def hit(experts_here: int) -> float:
-        return 1 - math.comb(max(num_experts - experts_here, 0), top_k) / all_choices
 
-    return larger * hit(small + 1) + (destinations - larger) * hit(small)
+def even_shares(num_experts: int, ranks: int) -> list[int]:
+    """Experts of each rank, the larger shares first."""
+    small, larger = divmod(num_experts, ranks)
+    return [small + (rank < larger) for rank in range(ranks)]
+
+
+def copies_to_shares(top_k: int, shares: Sequence[int]) -> float:
+    """The same where destination d holds `shares[d]` experts. Exact, ours: the sum over d of 1 - C(E - shares[d], k) / C(E, k)."""
+    experts = sum(shares)
+    all_choices = math.comb(experts, top_k)
+    return sum(
+        count * (1 - math.comb(experts - share, top_k) / all_choices)
+        for share, count in Counter(shares).items()
+    )
 
 
 def exchange_bytes(costs: ModelCosts, dedup: Dedup, *, ffn_ranks: int, ranks_per_node: int) -> ExchangeBytes:
@@ -171,8 +186,8 @@ def exchange_bytes(costs: ModelCosts, dedup: Dedup, *, ffn_ranks: int, ranks_per
         rank   a row for each distinct rank, through NICs
         node   a row for each distinct node through NICs, to a rank there that needs it; from there a row to each other rank
                that does, over links. On the way back ranks of a node sum their rows first, so the bytes are the same.
-    Ranks hold experts as evenly as possible, nodes too (`ranks_per_node` ranks a node, the last may have fewer). Routing numbers
-    and weights, k times 8 bytes a token, are not counted.
+    Ranks hold experts as evenly as possible and nodes `ranks_per_node` ranks, the last may have fewer. Routing numbers and weights,
+    k times 8 bytes a token, are not counted. Raises InputError where a rank would hold no expert.
     """
     if ffn_ranks < 1 or ranks_per_node < 1:
         raise InputError(
@@ -184,7 +199,9 @@ def exchange_bytes(costs: ModelCosts, dedup: Dedup, *, ffn_ranks: int, ranks_per
     ranks = expected_copies(costs.num_experts, costs.top_k, ffn_ranks)
     if dedup is Dedup.RANK:
         return ExchangeBytes(nic=ranks * row_bytes, link=0.0)
-    nodes = expected_copies(costs.num_experts, costs.top_k, math.ceil(ffn_ranks / ranks_per_node))
+    shares = even_shares(costs.num_experts, ffn_ranks)
+    shares_of_nodes = [sum(shares[i : i + ranks_per_node]) for i in range(0, ffn_ranks, ranks_per_node)]
+    nodes = copies_to_shares(costs.top_k, shares_of_nodes)
     return ExchangeBytes(nic=nodes * row_bytes, link=max(0.0, ranks - nodes) * row_bytes)
 
 
