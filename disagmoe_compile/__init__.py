@@ -17,10 +17,12 @@ _PUBLIC = {
 }
 _NAME_THERE = {"load_plan": "load"}
 
-__all__ = ["clip_grad_norm_", "explain", "load_plan"]
+__all__ = ["clip_grad_norm_", "explain", "load_plan", "testing"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "testing":
+        return import_module("disagmoe_compile.testing")
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_PUBLIC[name]), _NAME_THERE.get(name, name))

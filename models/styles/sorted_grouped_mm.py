@@ -40,6 +40,6 @@ class SortedGroupedMM(nn.Module):
         hidden = hidden * F.grouped_mm(rows_PD, self.w3.bfloat16(), offs=offsets_E)
         rows_PD = F.grouped_mm(hidden, self.w2.bfloat16(), offs=offsets_E).type_as(tokens_TD)
         if not self.weights_at_input:
-            rows_PD = rows_PD * weights_P1
+            rows_PD = (rows_PD * weights_P1).type_as(tokens_TD)
         index_PD = (order_P // top_k).unsqueeze(-1).expand_as(rows_PD)
         return torch.zeros_like(tokens_TD).scatter_add(0, index_PD, rows_PD)
