@@ -170,7 +170,7 @@ def even_shares(num_experts: int, ranks: int) -> list[int]:
 
 
 def copies_to_shares(top_k: int, shares: Sequence[int]) -> float:
-    """The same where destination d holds `shares[d]` experts. Exact, ours: the sum over d of 1 - C(E - shares[d], k) / C(E, k)."""
+    """The same where destination d holds `shares[d]` experts: the sum over d of 1 - C(E - shares[d], k) / C(E, k). Ours."""
     experts = sum(shares)
     all_choices = math.comb(experts, top_k)
     return sum(
@@ -186,8 +186,8 @@ def exchange_bytes(costs: ModelCosts, dedup: Dedup, *, ffn_ranks: int, ranks_per
         rank   a row for each distinct rank, through NICs
         node   a row for each distinct node through NICs, to a rank there that needs it; from there a row to each other rank
                that does, over links. On the way back ranks of a node sum their rows first, so the bytes are the same.
-    Ranks hold experts as evenly as possible and nodes `ranks_per_node` ranks, the last may have fewer. Routing numbers and weights,
-    k times 8 bytes a token, are not counted. Raises InputError where a rank would hold no expert.
+    Ranks hold experts as evenly as possible and nodes `ranks_per_node` ranks, the last may have fewer. Routing numbers and
+    weights, k times 8 bytes a token, are not counted. Raises InputError where a rank would hold no expert.
     """
     if ffn_ranks < 1 or ranks_per_node < 1:
         raise InputError(
