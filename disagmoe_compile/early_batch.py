@@ -54,7 +54,7 @@ class MarkBeforeTracing:
 
     def __call__(self, _: CallbackArgs) -> None:
         compilation = _compilation()
-        if compilation is None or _innermost(compilation.get("compiler_fn")) is not self._backend:
+        if compilation is None or innermost(compilation.get("compiler_fn")) is not self._backend:
             return
         if self._applies():
             mark_batch(compilation.get("locals"))
@@ -70,7 +70,7 @@ def _compilation() -> Mapping[str, Any] | None:
     return None
 
 
-def _innermost(backend: Any) -> Any:
+def innermost(backend: Any) -> Any:
     """The backend function inside Dynamo's and torch.compile's wrappers."""
     while True:
         inner = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "compiler_fn", None)

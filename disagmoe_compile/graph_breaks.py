@@ -1,23 +1,61 @@
-"""A model on several ranks must be one graph: where torch.compile broke it, and what to do about it."""
+"""A model on several ranks must be one graph: where torch.compile broke it, and the change that mends it.
+
+Most breaks of MoE code are loops whose length depends on the routing. Each has a form that traces, and the error names it.
+"""
 
 from __future__ import annotations
 
 import linecache
+import logging
+import os
 import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from traceback import FrameSummary
 from typing import Any
 
+import torch
+import torch._dynamo.config
 from torch import fx, nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.exc import Unsupported, UserError
 from torch._dynamo.utils import graph_break_reasons
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from disagmoe_compile.errors import CaptureError
+
+_TORCH = os.path.dirname(torch.__file__)
+_DATA_DEPENDENT = ("data-dependent", "data dependent", "dynamic shape operator", "tensor.item()", "tolist")
+# transformers adds the last two
+_LOG_METHODS = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "info_once")
+_EVERY_EXPERT = (
+    "loop over all experts, `for e in range(num_experts)`: torch.where(ids == e) of an expert without tokens is empty, which is "
+    "allowed"
+)
+_NO_IF = "remove the `if`: torch.where(ids == e) of an expert without tokens is empty, which is allowed"
+_NO_LIST = (
+    "do not split by numbers taken out of a tensor: pass torch.cumsum(counts, 0) as the offsets of torch._grouped_mm, or "
+    "loop over all experts with torch.where(ids == e)"
+)
+
+
+def one_graph() -> AbstractContextManager[None]:
+    """Around a call of a compiled model: Dynamo does not break its graph for sizes that depend on the data (the passes see to
+    them), nor for messages to a logger (which are left out)."""
+    loggers = {getattr(logging.Logger, name) for name in _LOG_METHODS if hasattr(logging.Logger, name)}
+    patch: AbstractContextManager[None] = torch._dynamo.config.patch(
+        capture_scalar_outputs=True,
+        capture_dynamic_output_shape_ops=True,
+        ignore_logging_functions=torch._dynamo.config.ignore_logging_functions | loggers,
+    )
+    return patch
 
 
 def check_graph_break(graph_module: fx.GraphModule) -> None:
     """Raises CaptureError if this graph is a part of the model only. Call it before anything is sharded."""
     reason = getattr(graph_module, "compile_subgraph_reason", None)
     if reason is not None and reason.graph_break:
-        raise _error(reason)
+        raise _error(*_described(reason.user_stack, reason.reason))
 
 
 def check_whole_model(root: nn.Module) -> None:
@@ -33,7 +71,8 @@ def check_whole_model(root: nn.Module) -> None:
             return
         if isinstance(owner, nn.Module) and owner is not root:
             if graph_break_reasons:
-                raise _error(graph_break_reasons[-1])
+                last = graph_break_reasons[-1]
+                raise _error(*_described(last.user_stack, last.reason))
             raise CaptureError(
                 f"torch.compile traced {type(root).__name__}, a part of {type(owner).__name__}, instead of the whole model; "
                 "see torch.compile(fullgraph=True) for the reason"
@@ -41,38 +80,50 @@ def check_whole_model(root: nn.Module) -> None:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-def _error(reason: Any) -> CaptureError:
-    frame = reason.user_stack[-1] if reason.user_stack else None
+def as_capture_error(error: BaseException | None) -> CaptureError | None:
+    """What Dynamo raises where it may not break the graph, in one line; None for errors of another kind."""
+    found = where_and_why(error)
+    return None if found is None else _error(*found)
+
+
+def where_and_why(error: BaseException | None) -> tuple[str, str] | None:
+    """(`file:line`, what stopped Dynamo there and the change that mends it); None for errors of another kind."""
+    if not isinstance(error, Unsupported | UserError | GuardOnDataDependentSymNode):
+        return None
+    return _described(getattr(error, "real_stack", None) or (), str(error))
+
+
+def _error(where: str, why: str) -> CaptureError:
+    return CaptureError(f"torch.compile broke the model's graph at {where}: {why}")
+
+
+def _described(stack: Sequence[FrameSummary], reason: Any) -> tuple[str, str]:
+    frame = next((f for f in reversed(stack) if not f.filename.startswith(_TORCH)), None)
     where = f"{frame.filename}:{frame.lineno}" if frame is not None else "an unknown line"
-    text = str(reason.reason).strip()
-    why = text.splitlines()[0] if text else "no reason given"
-    return CaptureError(f"torch.compile broke the model's graph at {where}: {why}. {_advice(text, where)}")
-
-
-def _advice(reason: str, where: str) -> str:
-    if _loops_over_hit_experts(reason, where):
-        return (
-            "This experts implementation loops over the experts that were hit, which cannot be traced; "
+    if frame is None or not any(word in str(reason).lower() for word in _DATA_DEPENDENT):
+        why = next(iter(str(reason).strip().splitlines()), "no reason given").rstrip(".")
+        return where, (
+            f"{why}. A model on several ranks must be one graph; move that line out of the compiled module "
+            "(torch.compile(fullgraph=True) lists every break)"
+        )
+    if "transformers" in frame.filename and _mentions_expert(frame):
+        return where, (
+            "this experts implementation loops over the experts that were hit, which cannot be traced; "
             'choose one that can: model.set_experts_implementation("grouped_mm")'
         )
-    return (
-        "A model on several ranks must be one graph; move that line out of the compiled module "
-        "(torch.compile(fullgraph=True) lists every break)"
-    )
+    line = (frame.line or "").strip()
+    return where, f"`{line}` depends on the values of a tensor, which cannot be traced; {_change(line)}"
 
 
-def _loops_over_hit_experts(reason: str, where: str) -> bool:
-    is_data_dependent = any(
-        word in reason.lower()
-        for word in ("data dependent", "data-dependent", "dynamic shape", "nonzero", "u0")
-    )
-    filename, _, line = where.rpartition(":")
-    return (
-        is_data_dependent
-        and "transformers" in filename
-        and _mentions_expert(filename, int(line) if line.isdigit() else 0)
-    )
+def _change(line: str) -> str:
+    """The change for a line whose control flow or sizes depend on the routing."""
+    if line.startswith(("for ", "while ")) or "nonzero" in line or "unique" in line:
+        return _EVERY_EXPERT
+    if line.startswith(("if ", "elif ", "assert ")):
+        return _NO_IF
+    return _NO_LIST
 
 
-def _mentions_expert(filename: str, line: int) -> bool:
-    return any("expert" in linecache.getline(filename, n) for n in range(max(line - 3, 1), line + 4))
+def _mentions_expert(frame: FrameSummary) -> bool:
+    line = frame.lineno or 0
+    return any("expert" in linecache.getline(frame.filename, n) for n in range(max(line - 3, 1), line + 4))

@@ -17,6 +17,7 @@ from torch._dynamo.exc import ShortenTraceback
 
 from disagmoe_compile.backend.bound_model import OPTIMIZER_GUARD, bound_model
 from disagmoe_compile.backend.graph_session import make_session
+from disagmoe_compile.backend.watched_call import watch_calls_of
 from disagmoe_compile.capture import capture, root_module
 from disagmoe_compile.config import Options
 from disagmoe_compile.early_batch import MarkBeforeTracing
@@ -124,6 +125,7 @@ class _Passing(ShortenTraceback):
 # This module is loaded when torch.compile(backend="disagmoe") looks the backend up: before the first call.
 _MARK_BEFORE_TRACING = MarkBeforeTracing(disagmoe, applies=several_ranks)
 _MARK_BEFORE_TRACING.register()
+watch_calls_of(disagmoe)
 _launch = Launch.from_environment()
 if _launch is not None:
     OPTIMIZER_GUARD.expect_first_call(_launch.world_size)

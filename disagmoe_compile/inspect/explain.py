@@ -17,8 +17,8 @@ import torch
 from torch import fx, nn
 
 from disagmoe_compile.capture import CapturedGraph, capture
-from disagmoe_compile.errors import CaptureError, DisagMoEError, InputError
-from disagmoe_compile.graph_breaks import check_graph_break
+from disagmoe_compile.errors import DisagMoEError, InputError
+from disagmoe_compile.graph_breaks import one_graph, where_and_why
 from disagmoe_compile.passes.base import Observer, PassReport
 from disagmoe_compile.passes.pipeline import PartitionResult, partition_model
 from disagmoe_compile.passes.program import (
@@ -120,7 +120,7 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     """Traces one call of `model` and splits it. Runs the call once in eager; changes neither the model nor
     its gradients.
 
-    A model whose graph breaks has no stages; the breaks are listed with their source lines.
+    A model whose graph breaks has no stages; the first break is listed with its source line and the change that mends it.
     Raises InputError for something that is not a module, and what the passes raise for a model that cannot be split.
     """
     return explain_with((), model, *args, **kwargs)
@@ -133,34 +133,20 @@ def explain_with(observers: Sequence[Observer], model: nn.Module, *args: Any, **
             f"explain() takes a torch.nn.Module and the arguments of one call, got {type(model).__name__}"
         )
     inspector = _Inspector(observers)
-    torch.compile(model, backend=inspector)(*args, **kwargs)
-    if inspector.captured is None and inspector.error is None:
-        breaks = _graph_breaks(model, args, kwargs)
-        if breaks:
-            return Explanation((), (), (), breaks)
-        inspector = _Inspector(observers)
-        reason = _trace_as_one_graph(inspector, model, args, kwargs)
-        if reason is not None:
-            return Explanation((), (), (), (reason,))
+    torch._dynamo.reset()
+    try:
+        with one_graph():
+            torch.compile(model, backend=inspector, fullgraph=True)(*args, **kwargs)
+    except Exception as error:
+        found = where_and_why(error)
+        if found is None:
+            raise
+        return Explanation((), (), (), (GraphBreak(*found),))
     if inspector.error is not None:
         raise inspector.error
     if inspector.captured is None or inspector.partition is None:
         return Explanation((), (), (), ())
     return _explanation(inspector.captured, inspector.partition)
-
-
-def _trace_as_one_graph(
-    inspector: _Inspector, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> GraphBreak | None:
-    """A break in a loop makes Dynamo skip the model's frame and report nothing; as one graph it must trace, or say why not."""
-    torch._dynamo.reset()
-    try:
-        torch.compile(model, backend=inspector, fullgraph=True)(*args, **kwargs)
-    except torch._dynamo.exc.TorchDynamoException as error:
-        stack = getattr(error, "real_stack", None)
-        where = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "an unknown line"
-        return GraphBreak(where, str(error).strip().splitlines()[0])
-    return None
 
 
 class _Inspector:
@@ -171,31 +157,15 @@ class _Inspector:
         self.captured: CapturedGraph | None = None
         self.partition: PartitionResult | None = None
         self.error: DisagMoEError | None = None
-        self.is_whole = True
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        try:
-            check_graph_break(gm)
-        except CaptureError:
-            self.is_whole = False  # explained by _graph_breaks, which also sees what never reaches a backend
-        if self.is_whole and self.captured is None and self.error is None:
+        if self.captured is None and self.error is None:
             try:
                 self.captured = capture(gm, example_inputs)
                 self.partition = partition_model(self.captured, observers=self._observers)
             except DisagMoEError as error:
                 self.error = error
         return gm.forward
-
-
-def _graph_breaks(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[GraphBreak, ...]:
-    torch._dynamo.reset()
-    found = torch._dynamo.explain(model)(*args, **kwargs)
-    breaks = []
-    for one in found.break_reasons:
-        frame = one.user_stack[-1] if one.user_stack else None
-        where = f"{frame.filename}:{frame.lineno}" if frame is not None else "an unknown line"
-        breaks.append(GraphBreak(where, str(one.reason).strip().splitlines()[0]))
-    return tuple(breaks)
 
 
 def _explanation(captured: CapturedGraph, partition: PartitionResult) -> Explanation:

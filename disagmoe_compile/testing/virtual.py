@@ -19,6 +19,7 @@ from disagmoe_compile.backend.stage_binding import StageBinder, bind_boundaries
 from disagmoe_compile.capture import CapturedGraph, capture
 from disagmoe_compile.config import Options
 from disagmoe_compile.early_batch import mark_batch
+from disagmoe_compile.graph_breaks import one_graph
 from disagmoe_compile.passes.pipeline import PartitionResult, partition_model
 from disagmoe_compile.passes.programs import without_outputs
 from disagmoe_compile.plan.ir import Plan
@@ -68,7 +69,8 @@ def capture_call(
 
     torch._dynamo.reset()
     mark_batch(batch)
-    torch.compile(model, backend=backend, fullgraph=True)(**batch)
+    with one_graph():
+        torch.compile(model, backend=backend, fullgraph=True)(**batch)
     return found[-1]
 
 

@@ -1,0 +1,63 @@
+"""Every call of a compiled model, seen from outside: what Dynamo does without asking the backend must not go unnoticed.
+
+    torch.compile's wrapper ──enter──> Dynamo traces, or skips the frame, or runs what it has ──exit──> the caller
+                              here                                                              here
+
+Dynamo answers a break inside a loop by running the model's frame eagerly, without a word and without the backend; several ranks
+would each train a copy of their own. So under several ranks a break is an error at once, as with `fullgraph=True`, and so is a call
+that no session of ours answered (`torch.compiler.set_stance("force_eager")`, for one).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+from torch._dynamo.repro.after_dynamo import WrapBackendDebug
+from torch._dynamo.utils import _get_error_on_graph_break, _set_error_on_graph_break
+
+from disagmoe_compile.early_batch import innermost
+from disagmoe_compile.errors import CaptureError
+from disagmoe_compile.graph_breaks import as_capture_error, one_graph
+from disagmoe_compile.runtime.process_group import several_ranks
+from disagmoe_compile.runtime.session import Session
+
+
+class WatchedCall(AbstractContextManager[None]):
+    """Around one call of a compiled model. Raises CaptureError, one line, where the model was not captured whole."""
+
+    def __enter__(self) -> None:
+        self._several_ranks, self._answered = several_ranks(), Session.answered
+        if self._several_ranks:
+            self._before = _get_error_on_graph_break()
+            _set_error_on_graph_break(True)
+            self._config = one_graph()
+            self._config.__enter__()
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        """torch calls it in a `finally`, and does not pass the exception on its way."""
+        if self._several_ranks:
+            self._config.__exit__(None, None, None)
+            _set_error_on_graph_break(self._before)
+        error = sys.exc_info()[1]
+        refused = as_capture_error(error)
+        if refused is not None:
+            raise refused from error
+        if error is None and self._several_ranks and Session.answered == self._answered:
+            raise CaptureError(
+                "torch.compile ran the model eagerly, without asking the disagmoe backend, so that every rank would train a "
+                "copy of its own; see torch.compile(fullgraph=True) for the reason"
+            )
+
+
+def watch_calls_of(backend: Callable[..., Any]) -> None:
+    """Dynamo enters a backend's `backend_ctx_ctor()` around each call, but looks for it on wrappers that hide it; this lets it
+    through, for every backend alike."""
+    backend.backend_ctx_ctor = WatchedCall  # type: ignore[attr-defined]
+    WrapBackendDebug.backend_ctx_ctor = property(  # type: ignore[attr-defined]
+        lambda wrapper: getattr(innermost(wrapper), "backend_ctx_ctor", contextlib.nullcontext)
+    )
