@@ -27,9 +27,8 @@ class GShard(nn.Module):
     def forward(self, tokens_TD: Tensor) -> Tensor:
         capacity = self.capacity
         if capacity is None:
-            capacity = int(
-                math.ceil(self.capacity_factor * self.top_k * tokens_TD.shape[0] / self.num_experts)
-            )
+            even_share = self.top_k * tokens_TD.shape[0] / self.num_experts
+            capacity = math.ceil(self.capacity_factor * even_share)
         combine_TEC = self.combine_mask(tokens_TD, capacity)
         dispatch_TEC = (combine_TEC != 0).to(tokens_TD.dtype)
         slots_ECD = torch.einsum("tec,td->ecd", dispatch_TEC, tokens_TD)

@@ -24,13 +24,11 @@ from disagmoe_compile.passes.aliasing import storage_roots, written
 from disagmoe_compile.passes.metadata import argument, is_call, is_tensor, rank_of, shape, target_name, value
 from disagmoe_compile.passes.program import Dim
 from disagmoe_compile.passes.regions import NoMatch
-from disagmoe_compile.passes.styles.axes import ONE, ROW, Axes, Axis, broadcast, reshaped, row_rank
+from disagmoe_compile.passes.styles.axes import ONE, ROW, Axes, broadcast, row_rank
+from disagmoe_compile.passes.styles.moves import moved, permutation
 from disagmoe_compile.passes.styles.products import Letter, Product, Term, read_product
 from disagmoe_compile.passes.styles.rowwise import POINTWISE
 
-_RESHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"})
-_EXPANDS = frozenset({"expand", "expand_as", "broadcast_to"})
-_PERMUTES = frozenset({"transpose", "swapaxes", "swapdims", "permute", "t", "movedim", "moveaxis"})
 # Along dimensions of rows only: name -> (position of the argument `dim`, its default).
 _ALONG_ROWS = {
     "softmax": (1, None), "log_softmax": (1, None), "glu": (1, -1), "chunk": (2, 0), "split": (2, 0), "cat": (1, 0),
@@ -212,21 +210,20 @@ class PairFunction:
             return self._like(source, "call_method", "to", (source.node, value(node).dtype))
         if name in POINTWISE:
             return self._pointwise(node, axes)
+        source_and_axes = moved(node, axes, self.sizes)
+        if source_and_axes is not None:
+            return self._moved(node, axes, *source_and_axes)
         product = read_product(node)
         if product is not None:
             return self.product(node, product, dict(zip(product.letters, axes, strict=True)))
         if name in ("linear", "addmm", "baddbmm"):
             return self._product_and_bias(node, axes)
         for names, rule in (
-            (_RESHAPES, self._reshape), (_EXPANDS, self._expand), (_PERMUTES, self._permute),
-            ({"repeat"}, self._repeat), ({"repeat_interleave"}, self._repeat_interleave),
-            ({"unsqueeze"}, self._unsqueeze), ({"squeeze"}, self._squeeze), (_REDUCES_ROWS, self._reduce),
-            ({"getitem"}, self._getitem), (_ALONG_ROWS, self._along_rows), ({"layer_norm", "rms_norm"}, self._norm),
+            (_REDUCES_ROWS, self._reduce), ({"getitem"}, self._getitem), (_ALONG_ROWS, self._along_rows),
+            ({"layer_norm", "rms_norm"}, self._norm),
         ):  # fmt: skip
             if name in names:
                 return rule(node, axes)
-        if name == "getattr" and node.args[1] in ("mT", "T") and len(axes) >= 2:
-            return self._swap(node, axes, len(axes) - 2, len(axes) - 1)
         if name == "dropout":
             if argument(node, 1, "p", 0.5) == 0 or not argument(node, 2, "training", True):
                 return self.convert(node.args[0], axes)  # type: ignore[arg-type]
@@ -277,102 +274,24 @@ class PairFunction:
 
     # -- dimensions that move
 
-    def _reshape(self, node: fx.Node, axes: Axes) -> Converted:
-        source: fx.Node = node.args[0]  # type: ignore[assignment]
-        own = reshaped(node, axes, shape(node), shape(source), self.sizes)
+    def _moved(self, node: fx.Node, axes: Axes, source: fx.Node, own: Axes) -> Converted:
         converted = self.convert(source, own)
+        order = permutation(node, len(axes))
+        if order is not None:
+            rows = [d for d, axis in enumerate(own) if axis == ROW]
+            return self._permuted(converted, [rows.index(d) for d in order if d in rows])
         before = [size for size, axis in zip(shape(source), own) if axis == ROW]
         after = [size for size, axis in zip(shape(node), axes) if axis == ROW]
         if before == after:
             return converted
+        if is_call(node, "expand", "expand_as", "broadcast_to"):
+            raise NoMatch(node, "it repeats features of a row")
         if not all(isinstance(size, int) for size in after):
             raise NoMatch(node, "the size of a row is not fixed")
         lead: tuple[Any, ...] = ()
         if converted.per_pair:
             lead = (self.call("call_method", "size", (converted.node, 0)),)
         return self._like(converted, "call_method", "reshape", (converted.node, (*lead, *after)))
-
-    def _expand(self, node: fx.Node, axes: Axes) -> Converted:
-        source: fx.Node = node.args[0]  # type: ignore[assignment]
-        own = broadcast(node, axes, shape(node), shape(source))
-        if row_rank(own) != row_rank(axes):
-            raise NoMatch(node, "it repeats features of a row")
-        return self.convert(source, own)
-
-    def _repeat(self, node: fx.Node, axes: Axes) -> Converted:
-        """[x, x, x]: the first name of the axis is the repetition."""
-        source: fx.Node = node.args[0]  # type: ignore[assignment]
-        repeats = node.args[1] if isinstance(node.args[1], tuple | list) else node.args[1:]
-        new = len(axes) - (rank_of(source) or 0)
-        own = [self._once(node, axis, n, first=True) for axis, n in zip(axes, repeats, strict=True)]
-        if any(axis != ONE for axis in own[:new]):
-            raise NoMatch(node, "it repeats values in a way that is not once a pair")
-        return self.convert(source, tuple(own[new:]))
-
-    def _repeat_interleave(self, node: fx.Node, axes: Axes) -> Converted:
-        """x0 x0 x1 x1: the last name of the axis is the repetition."""
-        dim = argument(node, 2, "dim")
-        if not isinstance(dim, int):
-            raise NoMatch(node, "it flattens what it repeats")
-        dim %= len(axes)
-        own = self._once(node, axes[dim], argument(node, 1, "repeats"), first=False)
-        return self.convert(node.args[0], (*axes[:dim], own, *axes[dim + 1 :]))  # type: ignore[arg-type]
-
-    def _once(self, node: fx.Node, axis: Axis, repeats: Any, *, first: bool) -> Axis:
-        """The axis of what is repeated `repeats` times along `axis`."""
-        if isinstance(repeats, int) and repeats == 1:
-            return axis
-        if isinstance(axis, tuple) and isinstance(repeats, int):
-            name, rest = (axis[0], axis[1:]) if first else (axis[-1], axis[:-1])
-            if self.sizes[name] == repeats:
-                return rest or ONE
-        raise NoMatch(node, "it repeats values in a way that is not once a pair")
-
-    def _unsqueeze(self, node: fx.Node, axes: Axes) -> Converted:
-        position = argument(node, 1, "dim") % len(axes)
-        converted = self.convert(node.args[0], (*axes[:position], *axes[position + 1 :]))  # type: ignore[arg-type]
-        if axes[position] != ROW:
-            return converted
-        after = row_rank(axes[position:])
-        return self._like(converted, "call_method", "unsqueeze", (converted.node, -after))
-
-    def _squeeze(self, node: fx.Node, axes: Axes) -> Converted:
-        source: fx.Node = node.args[0]  # type: ignore[assignment]
-        dims, rank, sizes = argument(node, 1, "dim"), rank_of(source) or 0, shape(source)
-        listed = range(rank) if dims is None else dims if isinstance(dims, tuple | list) else (dims,)
-        gone = {d % rank for d in listed if sizes[d] == 1}
-        kept = iter(axes)
-        return self.convert(source, tuple(ONE if d in gone else next(kept) for d in range(rank)))
-
-    def _permute(self, node: fx.Node, axes: Axes) -> Converted:
-        rank = len(axes)
-        if is_call(node, "t"):
-            return self._swap(node, axes, 0, rank - 1)
-        if is_call(node, "permute"):
-            listed = node.args[1] if isinstance(node.args[1], tuple | list) else node.args[1:]
-            order = [d % rank for d in listed]  # type: ignore[operator, union-attr]
-        elif is_call(node, "movedim", "moveaxis"):
-            sources, targets = (
-                [dims % rank] if isinstance(dims, int) else [d % rank for d in dims]  # type: ignore[union-attr]
-                for dims in node.args[1:3]
-            )
-            rest = iter([d for d in range(rank) if d not in sources])
-            order = [sources[targets.index(d)] if d in targets else next(rest) for d in range(rank)]
-        else:
-            return self._swap(node, axes, node.args[1] % rank, node.args[2] % rank)  # type: ignore[operator]
-        return self._in_order(node, axes, order)
-
-    def _swap(self, node: fx.Node, axes: Axes, first: int, second: int) -> Converted:
-        order = list(range(len(axes)))
-        order[first], order[second] = order[second], order[first]
-        return self._in_order(node, axes, order)
-
-    def _in_order(self, node: fx.Node, axes: Axes, order: Sequence[int]) -> Converted:
-        """`result.dim(i)` is `source.dim(order[i])`."""
-        own = tuple(axes[order.index(d)] for d in range(len(axes)))
-        converted = self.convert(node.args[0], own)  # type: ignore[arg-type]
-        rows = [d for d, axis in enumerate(own) if axis == ROW]
-        return self._permuted(converted, [rows.index(d) for d in order if d in rows])
 
     def _getitem(self, node: fx.Node, axes: Axes) -> Converted:
         source, index = node.args

@@ -16,47 +16,31 @@ Legend: T tokens, E experts, C slots an expert, D hidden size, H expert hidden s
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import fx
 
 from disagmoe_compile.passes.aliasing import storage_roots, written
-from disagmoe_compile.passes.metadata import emit, is_call, is_tensor, rank_of, shape, value
+from disagmoe_compile.passes.metadata import emit, is_call, is_tensor, rank_of, shape, target_name, value
 from disagmoe_compile.passes.program import Dim
-from disagmoe_compile.passes.regions import Found, NoMatch, Region
+from disagmoe_compile.passes.regions import NoMatch, Region
 from disagmoe_compile.passes.styles.axes import ONE, ROW, Axes
 from disagmoe_compile.passes.styles.pair_function import Converted, PairFunction
 from disagmoe_compile.passes.styles.parameters import is_parameter, is_stacked, parameter_leaf
 from disagmoe_compile.passes.styles.products import Product, Term, read_product
+from disagmoe_compile.passes.styles.rowwise import POINTWISE
 
 _EXPERT = "expert"
 _CHOOSES = ("topk", "argmax", "argsort", "sort", "one_hot", "multinomial")
 _FILLS = (
-    "index_put", "scatter", "scatter_add", "index_add", "index_copy", "masked_scatter", "gather", "index_select", "getitem",
+    "index_put", "scatter", "scatter_add", "index_add", "index_copy", "masked_scatter", "gather", "index_select",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Slots:
-    name: str = "slots"
-
-    def find(self, graph: fx.Graph) -> Found:
-        regions, stopped = [], []
-        done: set[fx.Node] = set()
-        for node in graph.nodes:
-            layout = None if node in done else read_layout(node)
-            if layout is None:
-                continue
-            match = SlotMatch(graph, node, layout)
-            done |= match.inside
-            try:
-                region = match.region()
-            except NoMatch as reason:
-                stopped.append(reason)
-            else:
-                regions += [region] if region is not None else []
-        return Found(tuple(regions), tuple(stopped))
+_KEEPS_ROWS = ("view", "reshape", "unflatten", "flatten", "transpose", "permute", "getitem", "type_as", "pad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +71,8 @@ def read_layout(node: fx.Node) -> Layout | None:
     lead = [letter for letter in rows.letters if letter not in matrix]
     if rows.letters[: len(lead)] != tuple(lead) or product.letters[: len(lead)] != tuple(lead):
         return None
-    names = [_EXPERT if letter == expert else f"slot{i}" for i, letter in enumerate(lead)]
+    slot_names = iter(["slot", *(f"slot{i}" for i in range(1, len(lead)))])
+    names = [_EXPERT if letter == expert else next(slot_names) for letter in lead]
     sizes = dict(zip(names, shape(rows.node)))
     return Layout(rows.node, tuple((name,) for name in names), sizes)
 
@@ -101,7 +86,7 @@ def _first_product(node: fx.Node) -> Product | None:
 
 
 class SlotMatch:
-    """The region that begins at `first`. `region()` is None where no choice fills the slots; raises NoMatch."""
+    """The region that begins at `first`: no region of its own unless a choice, `chosen_by`, fills the slots."""
 
     def __init__(self, graph: fx.Graph, first: fx.Node, layout: Layout) -> None:
         self.graph, self.first, self.layout = graph, first, layout
@@ -114,10 +99,9 @@ class SlotMatch:
         self.function = PairFunction(graph, self._leaf, layout.sizes)
         self.slots: fx.Node | None = None
         self.weights: fx.Node | None = None
+        self.chosen_by = self._chosen_by()
 
-    def region(self) -> Region | None:
-        if not self._is_chosen():
-            return None
+    def region(self) -> Region:
         result = self.function.convert(self.exit, (*self.layout.axes, ROW))
         if self.slots is None or not result.per_pair:
             raise NoMatch(self.exit, "no slots enter the experts")
@@ -179,15 +163,12 @@ class SlotMatch:
 
     # -- who fills the slots
 
-    def _is_chosen(self) -> bool:
-        """Whether a discrete choice among the experts fills the slots."""
-        writers: dict[fx.Node, list[fx.Node]] = {}
-        roots = storage_roots(self.graph)
-        for node in self.graph.nodes:
-            target = written(node)
-            if target is not None:
-                writers.setdefault(roots[target], []).append(node)
-        pending, seen = [self.layout.rows], set()
+    def _chosen_by(self) -> tuple[fx.Node, ...]:
+        """The discrete choices among as many as there are experts that fill the slots."""
+        if origin(self.graph, self.layout.rows) is not Origin.FILLED:
+            return ()
+        storage_of = {node: storage for storage in _writes(self.graph).values() for node in storage}
+        pending, seen, found = [self.layout.rows], set(), {}
         while pending:
             node = pending.pop()
             if node in seen or _is_learned(node):
@@ -197,16 +178,66 @@ class SlotMatch:
                 chosen_from = node.args[0]
                 sizes = (*shape(chosen_from), *shape(node)) if is_tensor(node) else shape(chosen_from)  # type: ignore[arg-type]
                 if self.layout.num_experts in sizes:
-                    return True
-                continue
+                    found[node] = None
+                if not is_call(node, "one_hot"):
+                    continue
             pending += node.all_input_nodes
-            pending += writers.get(roots[node], [])
-        return False
+            pending += storage_of.get(node, [])
+        return tuple(found)
 
 
 def _is_learned(node: fx.Node) -> bool:
     """Whether `node` computes with parameters: what is before it is another matter."""
     return any(is_parameter(source) for source in node.all_input_nodes)
+
+
+class Origin(StrEnum):
+    """Where rows [..., D] that experts multiply come from."""
+
+    FILLED = "filled"  # put in their places by number: by a mask product, by indices, by writing to a buffer
+    EXPERTS = "experts"  # another product with the experts' matrices
+    TOKENS = "tokens"  # tokens as they stand, maybe repeated and scaled
+
+
+def origin(graph: fx.Graph, rows: fx.Node) -> Origin:
+    written_to = {node for storage in _writes(graph).values() for node in storage}
+    pending, seen = [rows], set()
+    while pending:
+        node = pending.pop()
+        if node in seen or not is_tensor(node):
+            continue
+        seen.add(node)
+        if any((rank_of(source) or 0) >= 3 and is_stacked(source) for source in node.all_input_nodes):
+            return Origin.EXPERTS
+        if _is_learned(node):
+            continue
+        if node in written_to or is_call(node, *_FILLS) or _picks_by_number(node):
+            return Origin.FILLED
+        product = read_product(node)
+        if product is not None and product.summed:
+            return Origin.FILLED
+        if is_call(node, *_KEEPS_ROWS) or target_name(node) in POINTWISE:
+            width = shape(rows)[-1]
+            pending += [n for n in node.all_input_nodes if rank_of(n) and shape(n)[-1] == width]
+    return Origin.TOKENS
+
+
+def _picks_by_number(node: fx.Node) -> bool:
+    if node.op != "call_function" or node.target is not operator.getitem:
+        return False
+    parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return any(is_tensor(part) for part in parts)
+
+
+def _writes(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """root of each storage that is written in place -> its nodes, writers included."""
+    roots = storage_roots(graph)
+    targets = {roots[target] for node in graph.nodes if (target := written(node)) is not None}
+    storages: dict[fx.Node, list[fx.Node]] = {root: [] for root in targets}
+    for node, root in roots.items():
+        if root in storages:
+            storages[root].append(node)
+    return storages
 
 
 def expert_of_slots(graph: fx.Graph, before: fx.Node, slots: fx.Node, layout: Layout) -> fx.Node:
@@ -215,9 +246,20 @@ def expert_of_slots(graph: fx.Graph, before: fx.Node, slots: fx.Node, layout: La
     position = layout.axes.index((_EXPERT,))
     with graph.inserting_before(before):
         sizes = [
-            size if isinstance(size, int) else emit(graph, "size", (slots, dim))
+            size if isinstance(size, int) else emit_for(graph, slots, "size", (slots, dim))
             for dim, size in enumerate(shape(slots)[:rank])
         ]
-        experts = emit(graph, torch.arange, (layout.num_experts,), {"device": value(slots).device})
+        device = {"device": value(slots).device}
+        experts = emit_for(graph, slots, torch.arange, (layout.num_experts,), device)
         shaped = [layout.num_experts if dim == position else 1 for dim in range(rank)]
-        return emit(graph, "expand", (emit(graph, "reshape", (experts, *shaped)), *sizes))
+        column = emit_for(graph, slots, "reshape", (experts, *shaped))
+        return emit_for(graph, slots, "expand", (column, *sizes))
+
+
+def emit_for(
+    graph: fx.Graph, origin: fx.Node, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None
+) -> fx.Node:
+    """`emit`, naming the user's line that made `origin` as the source of the new node."""
+    node = emit(graph, target, args, kwargs)
+    node.meta["stack_trace"] = origin.meta.get("stack_trace")
+    return node

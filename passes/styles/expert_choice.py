@@ -1,0 +1,124 @@
+"""Slots that every expert fills with its best tokens (expert choice): which token is in a slot is in the ids.
+
+    weights, ids = scores.T.topk(C)      slots = tokens[ids]       exit = zeros(T, D).index_add(0, ids.flatten(), out * weights)
+
+A region of `slots.py` is extended to the tokens that are gathered and the sum into tokens. Nothing has to be known of
+the ids, except that both use the same.
+
+Legend: T tokens, E experts, C slots an expert, D hidden size.
+"""
+
+from __future__ import annotations
+
+import sympy
+from torch import fx
+
+from disagmoe_compile.passes.metadata import argument, is_call, is_gather, is_tensor, rank_of, shape
+from disagmoe_compile.passes.regions import NoMatch, Region
+from disagmoe_compile.passes.styles.axes import ROW, Axes
+from disagmoe_compile.passes.styles.moves import moved
+from disagmoe_compile.passes.styles.pair_function import Converted, PairFunction
+from disagmoe_compile.passes.styles.parameters import is_parameter, parameter_leaf
+from disagmoe_compile.passes.styles.slots import SlotMatch, emit_for, expert_of_slots
+
+_ADDS = ("index_add", "scatter_add")
+
+
+def with_expert_choice(graph: fx.Graph, slots: SlotMatch) -> Region:
+    """The region from the tokens to their sums around `slots`. Raises NoMatch."""
+    return _Match(graph, slots).region()
+
+
+class _Match:
+    def __init__(self, graph: fx.Graph, slots: SlotMatch) -> None:
+        self.graph, self.slots, self.layout = graph, slots, slots.layout
+        self.function = PairFunction(graph, self._leaf, self.layout.sizes)
+        self.tokens: fx.Node | None = None
+        self.ids: fx.Node | None = None
+        self.weights: fx.Node | None = None
+
+    def region(self) -> Region:
+        total = self._total()
+        base, index = total.args[0], argument(total, 2, "index")
+        source = argument(total, 3, "source", argument(total, 3, "src"))
+        if (
+            argument(total, 1, "dim") != 0
+            or not is_call(base, "zeros", "zeros_like", "new_zeros")
+            or rank_of(total) != 2
+        ):
+            raise NoMatch(total, "it does not sum rows into zeros")
+        pairs: Axes = (tuple(name for axis in self.layout.axes for name in axis), ROW)
+        result = self.function.convert(source, pairs)
+        if self.tokens is None or self.ids is None:
+            raise NoMatch(total, "its rows are not gathered from tokens")
+        if is_call(total, "scatter_add"):
+            while is_call(index, "expand", "expand_as", "unsqueeze", "broadcast_to") or _adds_dimension(
+                index
+            ):
+                index = index.args[0]
+        if (
+            self._base(index, pairs[:1]) is not self.ids
+            or rank_of(index) != 1
+            or shape(total)[0] != shape(self.tokens)[0]
+        ):
+            raise NoMatch(total, "it adds rows to other tokens than they came from")
+        with self.graph.inserting_before(total):
+            token_ids = emit_for(self.graph, self.ids, "reshape", (self.ids, -1))
+        share = sympy.sympify(shape(index)[0]) / sympy.sympify(shape(self.tokens)[0])
+        return Region(
+            style="expert_choice",
+            tokens=self.tokens,
+            token_ids=token_ids,
+            expert_ids=expert_of_slots(self.graph, total, self.ids, self.layout),
+            weights=self.weights,
+            params=tuple(self.function.params),
+            function=self.function.finish(result),
+            exit=total,
+            num_experts=self.layout.num_experts,
+            top_k=max(1, int(share)) if share.is_number else 1,
+        )
+
+    def _total(self) -> fx.Node:
+        """The call that sums the experts' rows into tokens."""
+        reached = {self.slots.exit}
+        for node in self.graph.nodes:
+            if is_tensor(node) and reached & set(node.all_input_nodes):
+                if is_call(node, *_ADDS):
+                    return node
+                reached.add(node)
+                if len(reached) > 32:
+                    break
+        raise NoMatch(self.slots.exit, "its rows are not added to their tokens")
+
+    def _leaf(self, node: fx.Node, axes: Axes) -> Converted | None:
+        if is_parameter(node):
+            return parameter_leaf(self.function, node, axes)
+        names = tuple(name for axis in axes if isinstance(axis, tuple) for name in axis)
+        if node in self.slots.inside or names != tuple(name for axis in self.layout.axes for name in axis):
+            return None
+        if ROW not in axes:
+            if self.weights not in (None, node):
+                raise NoMatch(node, "a second kind of weights enters the experts")
+            self.weights = node
+            return self.function.weight(axes)
+        if is_gather(node) or is_call(node, "index_select"):
+            ids: fx.Node = node.args[1] if is_gather(node) else argument(node, 2, "index")  # type: ignore[assignment]
+            if axes[-1] != ROW or rank_of(node.args[0]) != 2 or argument(node, 1, "dim", 0) not in (0, ids):  # type: ignore[arg-type]
+                raise NoMatch(node, "it does not gather tokens [T, D]")
+            self.tokens, self.ids = node.args[0], self._base(ids, axes[:-1])  # type: ignore[assignment]
+            return self.function.rows
+        return None
+
+    def _base(self, ids: fx.Node, axes: Axes) -> fx.Node | None:
+        """The ids laid out as the slots are, behind what only moves them; None where they are laid out otherwise."""
+        while axes != self.layout.axes:
+            source = moved(ids, axes, self.layout.sizes)
+            if source is None:
+                return None
+            ids, axes = source
+        return ids
+
+
+def _adds_dimension(index: fx.Node) -> bool:
+    parts = index.args[1] if len(index.args) > 1 and isinstance(index.args[1], tuple) else ()
+    return None in parts and not any(is_tensor(part) for part in parts)
