@@ -8,11 +8,21 @@ out exactly.
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import sympy
 from torch import fx
 
-from disagmoe_compile.passes.metadata import argument, describe, free_symbols, is_call, is_tensor, shape
-from disagmoe_compile.passes.program import AttentionProgram, Dim, ModelPrograms
+from disagmoe_compile.passes.metadata import (
+    argument,
+    describe,
+    free_symbols,
+    is_call,
+    is_tensor,
+    shape,
+    value,
+)
+from disagmoe_compile.passes.program import AttentionProgram, Dim, InputKind, ModelPrograms
 
 _REDUCTIONS = frozenset({
     "sum", "mean", "var", "std", "max", "min", "amax", "amin", "argmax", "argmin", "prod", "logsumexp",
@@ -37,16 +47,31 @@ def _coupling(program: AttentionProgram, batch: sympy.Symbol) -> list[fx.Node]:
     graph = program.module.graph
     results = next(node for node in graph.nodes if node.op == "output").args[0]
     numerators = {results[position] for position in program.loss_numerators}  # type: ignore[index]
-    return [node for node in graph.nodes if node not in numerators and _mixes(node, batch)]
+    computed = _computed_by_model(program)
+    return [node for node in graph.nodes if node not in numerators and _mixes(node, batch, computed)]
 
 
-def _mixes(node: fx.Node, batch: sympy.Symbol) -> bool:
+def _computed_by_model(program: AttentionProgram) -> set[fx.Node]:
+    """What depends on more than the model's inputs: sums of labels and masks are input arithmetic, counts of routed
+    tokens are not."""
+    nodes = [node for node in program.module.graph.nodes if node.op == "placeholder"]
+    of_inputs = (InputKind.INPUT, InputKind.SYMBOL, InputKind.BUFFER)
+    found = {node for node, one in zip(nodes, program.inputs, strict=True) if one.kind not in of_inputs}
+    for node in program.module.graph.nodes:
+        if found & set(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _mixes(node: fx.Node, batch: sympy.Symbol, computed: Set[fx.Node]) -> bool:
     if is_call(node, "batch_norm"):
         return bool(argument(node, 5, "training", False))
     if is_call(node, *_REDUCTIONS) and node.args and is_tensor(node.args[0]):
         dims = _reduced_dims(node)
         source = shape(node.args[0])  # type: ignore[arg-type]
-        return any(batch in free_symbols((source[dim],)) for dim in dims) and _is_float_or_index(node)
+        return any(batch in free_symbols((source[dim],)) for dim in dims) and (
+            node.args[0] in computed or value(node.args[0]).is_floating_point()  # type: ignore[arg-type]
+        )
     if is_call(node, "matmul", "mm", "bmm") and all(is_tensor(arg) for arg in node.args[:2]):
         contracted: Dim = shape(node.args[0])[-1]  # type: ignore[arg-type]
         return batch in free_symbols((contracted,))
@@ -61,9 +86,3 @@ def _reduced_dims(node: fx.Node) -> list[int]:
     if not isinstance(dims, int | tuple | list):
         return list(range(rank))
     return [dim % rank for dim in (dims if isinstance(dims, tuple | list) else (dims,)) if rank]
-
-
-def _is_float_or_index(node: fx.Node) -> bool:
-    """Sums of labels and masks are input arithmetic; what matters is what the model computes."""
-    source = node.args[0].meta.get("example_value")  # type: ignore[union-attr]
-    return bool(source.is_floating_point())

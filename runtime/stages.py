@@ -84,17 +84,13 @@ class Boundary:
 
     n_tokens: int
     num_experts: int
-    top_k: int
+    n_pairs: int
     in_features: int
     out_features: int
     token_dtype: torch.dtype
     weight_dtype: torch.dtype
     out_dtype: torch.dtype
     carried: tuple[CarriedValue, ...]
-
-    @property
-    def n_pairs(self) -> int:
-        return self.n_tokens * self.top_k
 
 
 @dataclass(frozen=True, slots=True)

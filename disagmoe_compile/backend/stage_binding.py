@@ -48,7 +48,7 @@ def bind_boundaries(programs: ModelPrograms, plan: Plan, micro: Sizes) -> tuple[
             Boundary(
                 n_tokens=bind(attention.outputs[attention.dispatch.tokens].shape, micro)[0],
                 num_experts=experts.num_experts,
-                top_k=experts.top_k,
+                n_pairs=bind(attention.outputs[attention.dispatch.token_ids].shape, micro)[0],
                 in_features=experts.in_features,
                 out_features=experts.out_features,
                 token_dtype=experts.token_dtype,

@@ -13,7 +13,7 @@ from disagmoe_compile.testing.plans import example_plan
 
 def worker() -> AttentionWorker:
     plan = example_plan()
-    boundary = Boundary(4, 4, 1, 8, 8, torch.float32, torch.float32, torch.float32, ())
+    boundary = Boundary(4, 4, 4, 8, 8, torch.float32, torch.float32, torch.float32, ())
     one = AttentionWorker(
         plan,
         0,
