@@ -12,6 +12,13 @@ from typing import Any
 
 from disagmoe_compile.errors import DisagMoEError, InputError
 
+_OPTIONS = {
+    "mip_feasibility_tolerance": 1e-9,  # HiGHS's own 1e-6 and 1e-7 are wider than what splits of large clusters differ by
+    "primal_feasibility_tolerance": 1e-9,
+    "presolve": "off",  # probes thousands of one-of-many binaries for a minute; the relaxation takes a second
+    "mip_heuristic_run_feasibility_jump": False,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class SolverReport:
@@ -24,11 +31,16 @@ class SolverReport:
     seconds: float
 
 
+class InfeasibleModel(InputError):
+    """No values satisfy all constraints of a model."""
+
+
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Values by variable; `bound` is the solver's upper bound on the (maximised) objective."""
+    """Values by variable; `objective` is what they reach, `bound` the solver's upper bound on it (it is maximised)."""
 
     values: Mapping[str, float]
+    objective: float
     bound: float
     solver: str
     status: str
@@ -73,7 +85,7 @@ class LinearModel:
 
 
 def solve_model(model: LinearModel, *, time_limit_s: float) -> Solution:
-    """Raises InputError where HiGHS is missing or the model is infeasible, DisagMoEError where the time was too short."""
+    """Raises InputError where HiGHS is missing, InfeasibleModel, or DisagMoEError where the time was too short for any solution."""
     if not (math.isfinite(time_limit_s) and time_limit_s > 0):
         raise InputError(f"time_limit_s must be a positive number of seconds, got {time_limit_s!r}")
     try:
@@ -96,20 +108,25 @@ def solve_model(model: LinearModel, *, time_limit_s: float) -> Solution:
         time_limit=time_limit_s,
         rel_gap=0.0,
         threads=1,
+        solver_options=_OPTIONS,
     )
     ended, found = results.termination_condition, results.solution_status
     if ended in (TerminationCondition.provenInfeasible, TerminationCondition.infeasibleOrUnbounded):
-        names = ", ".join(constraint.name for constraint in model.constraints)
-        raise InputError(f"no solution satisfies all constraints ({names}); allow more GPUs, NICs or sizes")
+        names = ", ".join(dict.fromkeys(constraint.name for constraint in model.constraints))
+        raise InfeasibleModel(
+            f"no solution satisfies all constraints ({names}); allow more GPUs, NICs or sizes"
+        )
     if found not in (SolutionStatus.optimal, SolutionStatus.feasible):
         raise DisagMoEError(
             f"HiGHS stopped without a solution after {time_limit_s:g} s ({ended.name}, {found.name}); raise the time limit"
         )
     results.solution_loader.load_vars()
+    values = {name: pyo.value(built.x[name]) for name in model.variables}
     version = ".".join(map(str, solver.version()))
     is_proven = ended is TerminationCondition.convergenceCriteriaSatisfied and found is SolutionStatus.optimal
     return Solution(
-        values={name: pyo.value(built.x[name]) for name in model.variables},
+        values=values,
+        objective=values[model.objective],
         bound=math.inf if results.objective_bound is None else float(results.objective_bound),
         solver=f"HiGHS {version}",
         status="optimal" if is_proven else ended.name,
