@@ -2,10 +2,10 @@
 
 Three readings of a list (`Queueing`), from today's CPU runtime to an ideal GPU:
     host      the list is one queue, and every WAIT holds it up, that for a send buffer included. A message moves once it is sent
-              AND its receive is posted (rendezvous, as gloo does); receives of dispatches are posted by a progress thread that takes
-              them in list order, as the runtime's does
-    list      compute runs one action at a time in list order; sends leave as soon as what they wait for has run, into buffers
-              that are there already (one-sided writes, as DeepEP does)
+              AND its receive is posted (rendezvous, as gloo does), beside others; receives of dispatches are posted by a progress
+              thread that takes them in list order, as the runtime's does
+    list      compute runs one action at a time in list order; sends leave as soon as what they wait for has run, one after the
+              other as on one stream, into buffers that are there already (one-sided writes, as DeepEP does)
     stream    as list, but each stream is a queue; forward and backward share the group's compute when both have work, so that two
               streams make no more FLOPs than one
 
@@ -178,6 +178,9 @@ class _Builder:
         if kind is ActionKind.SEND:
             self.sends.add(key)
             self.tasks.after[self.header.get(key, message)] += before
+            if not self.is_host:
+                self.tasks.after[message] += [last["sent"]] if "sent" in last else []
+                last["sent"] = message
             return None
         if kind is ActionKind.RECV:
             self.receives.add(key)

@@ -1,0 +1,238 @@
+"""The best choice of each system for a model, a cluster and a batch: estimate many, simulate the most promising, keep the fastest.
+
+No comparison is made before each side has its best sizes. The estimate only ranks: it is the load of the busiest resource, times the
+pipeline's fill; what is reported is simulated. A choice that does not fit in memory is not taken, unless none fits.
+
+    every system   micro-batch size, recompute, de-duplication as given
+    AF-Pipe        groups p, their sizes (M, N), micro-batches in flight, side of the shared experts
+    rivals         pipeline ranks, EP size, chunks, degree (Tutel)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from disagmoe_compile.errors import InputError
+from disagmoe_compile.planner.hardware import Cluster
+from disagmoe_compile.planner.step_costs import Dedup, ModelCosts
+from disagmoe_compile.simulator.af_model import AFChoice, AFModel
+from disagmoe_compile.simulator.assumptions import Assumptions
+from disagmoe_compile.simulator.results import (
+    USABLE_MEMORY,
+    Result,
+    af_result,
+    af_state_bytes,
+    rival_result,
+    rival_state_bytes,
+)
+from disagmoe_compile.simulator.rival_model import COMET_PARTS, RivalChoice, RivalModel
+from disagmoe_compile.simulator.stage_times import Speed
+
+SIMULATED = 4
+"""Choices of a system that are simulated."""
+MICRO_BATCHES = (1, 2, 4)
+TUTEL_DEGREES = (1, 2, 4, 8)
+CHUNKS = (1, 2, 4, 8)
+
+Model = TypeVar("Model", AFModel, RivalModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all systems share. `sequences`: at most so many a step over all GPUs. None leaves a size to the search."""
+
+    model: ModelCosts
+    cluster: Cluster
+    sequences: int
+    dedup: Dedup = Dedup.RANK
+    micro_batch_size: int | None = None
+    pipeline_groups: int | None = None
+    attention_group_size: int | None = None
+    ffn_group_size: int | None = None
+    in_flight: int | None = None
+    ep_size: int | None = None
+    recompute: bool | None = None
+    shared_on_ffn: bool | None = None
+    assumptions: Assumptions = field(default_factory=Assumptions)
+
+    @property
+    def memory(self) -> float:
+        return USABLE_MEMORY * self.cluster.gpu.memory_bytes
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        return MICRO_BATCHES if self.micro_batch_size is None else (self.micro_batch_size,)
+
+    @property
+    def recomputes(self) -> Sequence[bool]:
+        return (False, True) if self.recompute is None else (self.recompute,)
+
+
+def best(setting: Setting, system: str) -> Result:
+    """The fastest choice of a system. Raises InputError where no sizes fit together."""
+    if system == "af_pipe":
+        return _fastest(_af_models(setting), _af_estimate, af_result, "af_pipe")
+    rivals = (
+        RivalModel(setting.model, setting.cluster, c, setting.assumptions)
+        for c in _rival_choices(setting, system)
+    )
+    return _fastest(rivals, _rival_estimate, rival_result, system)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    tokens_per_s: float
+    fits: bool
+
+
+def _fastest(
+    models: Iterable[Model],
+    estimate: Callable[[Model], Estimate],
+    simulate: Callable[[Model], Result],
+    system: str,
+) -> Result:
+    """Simulates the best by estimate until `SIMULATED` of them fit, or twice as many were tried."""
+    ranked = sorted(
+        ((estimate(m), k, m) for k, m in enumerate(models)),
+        key=lambda e: (not e[0].fits, -e[0].tokens_per_s, e[1]),
+    )
+    if not ranked:
+        raise InputError(
+            f"no sizes of {system} fit these GPUs, this batch and these experts: change --nodes, the batch, or what is pinned"
+        )
+    results: list[Result] = []
+    for _, _, model in ranked[: 2 * SIMULATED]:
+        results.append(simulate(model))
+        if sum(result.fits for result in results) >= SIMULATED:
+            break
+    return max(results, key=lambda result: (result.fits, result.tokens_per_s_per_gpu))
+
+
+# AF-Pipe
+
+
+def _af_models(setting: Setting) -> Iterator[AFModel]:
+    gpus, model = setting.cluster.gpus, setting.model
+    depths = [p for p in range(1, min(16, model.n_boundaries) + 1) if gpus % p == 0 and gpus // p >= 2]
+    has_shared = any(s.parameters for s in model.shared)
+    sides = (
+        (False, True)
+        if has_shared and setting.shared_on_ffn is None
+        else (bool(setting.shared_on_ffn) and has_shared,)
+    )
+    for p in _pinned(depths, setting.pipeline_groups):
+        pair = gpus // p
+        step = setting.cluster.gpus_per_node if pair > 2 * setting.cluster.gpus_per_node else 1
+        sizes: Iterable[int] = range(step, min(pair, model.num_experts + 1), step)
+        if setting.ffn_group_size is not None or setting.attention_group_size is not None:
+            sizes = range(1, min(pair, model.num_experts + 1))
+        for ffn in _pinned(sizes, setting.ffn_group_size):
+            if setting.attention_group_size not in (None, pair - ffn):
+                continue
+            for size in setting.sizes:
+                n = setting.sequences // ((pair - ffn) * size)
+                if n < 1:
+                    continue
+                for q in (
+                    sorted({1, p, 2 * p, 4 * p, 8 * p}) if setting.in_flight is None else (setting.in_flight,)
+                ):
+                    if 2 * q - 1 > n and q != 1:
+                        continue
+                    for side in sides:
+                        for a, f in ((False, False), (False, True), (True, True)):
+                            if setting.recompute in (None, a or f):
+                                choice = AFChoice(p, pair - ffn, ffn, size, n, setting.dedup, side, a, f, q)
+                                yield AFModel(model, setting.cluster, choice, setting.assumptions)
+
+
+def _af_estimate(af: AFModel) -> Estimate:
+    """Load of the busiest resource of a step, the fill, and stalls where few micro-batches are in flight."""
+    choice, model, speed = af.choice, af.model, Speed(af.cluster)
+    p, n = choice.pipeline_groups, choice.n_microbatches
+    layers = model.n_boundaries / p
+    attention, experts = af.stage_seconds(0), af.stage_seconds(1)
+    nic, link = af.exchange()
+    residual = (p > 1) * choice.group_sequences * model.seq_length * model.residual_bytes_per_token
+    out = 2 * (nic + residual) / (choice.attention_group_size * speed.nic)
+    back = 2 * max(nic / (choice.ffn_group_size * speed.nic), link / (choice.ffn_group_size * speed.link))
+    head = af.stage_seconds(2 * model.n_boundaries)
+    loads = (
+        n * (layers * (attention.forward + attention.backward) + head.forward + head.backward),
+        n * layers * (experts.forward + experts.backward),
+        n * layers * out,
+        n * layers * back,
+    )
+    q = choice.in_flight or 4 * p
+    trip = attention.forward + experts.forward + out + back
+    stall = max(1.0, p * trip / (q * max(loads) / (n * layers)))
+    step = max(loads) * (1 + 2 * (2 * p - 1) / (n * layers)) * stall
+    state = af_state_bytes(af, True)
+    kept = af.activation_bytes()
+    held = {
+        role: state[role] + (layers + 1) * min(2 * q, n) / 2 * 1.1 * kept[stage] + 2 * (n > 1) * kept[stage]
+        for role, stage in (("attention", 0), ("ffn", 1))
+    }
+    return Estimate(
+        choice.sequences * model.seq_length / step,
+        max(held.values()) <= af.cluster.gpu.memory_bytes * USABLE_MEMORY,
+    )
+
+
+# Rivals
+
+
+def _rival_choices(setting: Setting, system: str) -> Iterator[RivalChoice]:
+    gpus, model = setting.cluster.gpus, setting.model
+    for p in [p for p in (1, 2, 4, 8, 16) if gpus % p == 0 and p <= model.n_boundaries]:
+        replicas = gpus // p
+        powers = [2**k for k in range(12) if replicas % 2**k == 0 and 2**k <= model.num_experts]
+        for ep in [
+            e for e in _pinned(powers, setting.ep_size) if replicas % e == 0 and e <= model.num_experts
+        ]:
+            for size in setting.sizes:
+                n = setting.sequences // (replicas * size)
+                if system.startswith("dualpipe") and p > 1:
+                    n -= n % 2
+                    if n < 2 * p:
+                        continue
+                if n < 1:
+                    continue
+                chunks = CHUNKS if p > 1 and not system.startswith("dualpipe") else (1,)
+                for v in [v for v in chunks if p * v <= model.n_boundaries]:
+                    for parts in {"tutel": TUTEL_DEGREES, "comet": (COMET_PARTS,)}.get(system, (1,)):
+                        for recompute in setting.recomputes:
+                            yield RivalChoice(system, p, ep, v, size, n, parts, setting.dedup, recompute)
+
+
+def _rival_estimate(rival: RivalModel) -> Estimate:
+    choice, model, speed = rival.choice, rival.model, Speed(rival.cluster)
+    p, n, v = choice.pipeline_ranks, choice.n_microbatches, choice.chunks
+    nic, link = rival.exchange()
+    moved = 4 * max(nic / speed.nic, link / speed.link)
+    attention, experts = rival.stage_seconds(0), rival.stage_seconds(1)
+    a = attention.forward + attention.backward
+    f = (experts.forward + experts.backward) * choice.parts
+    if rival.is_dual:
+        layer = max(a + f, moved)
+    elif choice.parts > 1:
+        layer = a + max(f, moved) + min(f, moved) / choice.parts
+    else:
+        layer = a + f + moved
+    head = rival.stage_seconds(model.n_boundaries * rival.width)
+    last = head.forward + head.backward
+    fill = (p / 2 - 1) * 0.6 if rival.is_dual and p > 1 else (p - 1) / v
+    per_rank = max(layer * -(-model.n_boundaries // (p * v)) * v, layer * model.n_boundaries / p + last)
+    step = per_rank * (n + max(fill, 0))
+    kept = rival.activation_bytes()
+    in_flight = min(n, p * (1 + (p - 1) / (p * v)) if v > 1 else p + rival.is_dual)
+    held = in_flight * model.n_boundaries / p * (kept[0] + choice.parts * kept[1])
+    used = held + rival_state_bytes(rival, True)
+    return Estimate(
+        rival.sequences * model.seq_length / step, used <= rival.cluster.gpu.memory_bytes * USABLE_MEMORY
+    )
+
+
+def _pinned(sizes: Iterable[int], wanted: int | None) -> list[int]:
+    return list(sizes) if wanted is None else [size for size in sizes if size == wanted]
