@@ -54,7 +54,9 @@ def capture(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Capt
     batch = _batch_inputs(kinds, example_inputs)
     batch_symbol = None
     if batch and int(example_inputs[batch[0]].shape[0]) > 1:
-        if not _is_symbolic_alone(nodes, kinds, batch) and not all(_is_marked(example_inputs[i]) for i in batch):
+        if not _is_symbolic_alone(nodes, kinds, batch) and not all(
+            _is_marked(example_inputs[i]) for i in batch
+        ):
             _restart_with_symbolic_batch([example_inputs[i] for i in batch])
         batch_symbol = _batch_symbol(graph_module, nodes, sources, kinds, batch)
     names = _qualified_names(graph_module)

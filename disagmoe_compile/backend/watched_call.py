@@ -4,8 +4,8 @@
                               here                                                              here
 
 Dynamo answers a break inside a loop by running the model's frame eagerly, without a word and without the backend; several ranks
-would each train a copy of their own. So under several ranks a break is an error at once, as with `fullgraph=True`, and so is a call
-that no session of ours answered (`torch.compiler.set_stance("force_eager")`, for one).
+would each train a copy of their own. So under several ranks a break is an error at once, as with `fullgraph=True`, and so is a
+call that no session of ours answered (`torch.compiler.set_stance("force_eager")`, for one).
 """
 
 from __future__ import annotations
