@@ -17,7 +17,6 @@ from disagmoe_compile.errors import PeerError
 from disagmoe_compile.models.hf import build
 from disagmoe_compile.plan.action import COMPUTE_KINDS, Action
 from disagmoe_compile.plan.ir import Plan
-from disagmoe_compile.plan.serialize import dump
 from disagmoe_compile.plan.topology import Group
 from disagmoe_compile.plan.validate import validate
 from disagmoe_compile.runtime.executor import Executor
@@ -186,23 +185,12 @@ def train_twice(case: Case) -> tuple[RankResult, RankResult]:
     return train(case), train(case)
 
 
-def train_with_edited_plan(case: Case, path: str) -> tuple[RankResult, list[str]]:
-    """Trains by a plan file in which two independent actions of the first group were exchanged by hand.
-
-    Returns the run and the edited list of this rank's group.
-    """
-    first = train(case)
-    plan = first.plan
+def swap_two_computations(plan: Plan) -> Plan:
+    """The plan with two independent computations of its first group exchanged."""
     group = plan.topology.groups[0]
-    actions = list(plan.training.of(group))
-    position = next(i for i in range(len(actions) - 1) if _validates_swapped(plan, group, i))
-    edited = swapped(plan, group, position)
-    if torch.distributed.get_rank() == 0:
-        dump(edited, path)
-    second = train(replace(case, options={**case.options, "plan": path}))
-    assert actions[position] != edited.training.of(group)[position]
-    mine = plan.topology.group_of_rank(torch.distributed.get_rank())
-    return second, [str(action) for action in edited.training.of(mine)]
+    n_actions = len(plan.training.of(group))
+    position = next(i for i in range(n_actions - 1) if _validates_swapped(plan, group, i))
+    return swapped(plan, group, position)
 
 
 def swapped(plan: Plan, group: Group, position: int) -> Plan:
