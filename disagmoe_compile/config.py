@@ -40,6 +40,7 @@ class Options:
     timeout_s: float = 600
     plan: str | None = None
     trace_dir: str | None = None
+    disable_passes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -64,6 +65,11 @@ class Options:
             or self.timeout_s <= 0
         ):
             raise InputError(f"option timeout_s must be a positive number of seconds, got {self.timeout_s!r}")
+        if isinstance(self.disable_passes, str) or not all(isinstance(p, str) for p in self.disable_passes):
+            raise InputError(
+                f"option disable_passes must be a list of names of passes, got {self.disable_passes!r}"
+            )
+        object.__setattr__(self, "disable_passes", tuple(self.disable_passes))
         for name in ("plan", "trace_dir"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str | os.PathLike):

@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import fx
 
-from disagmoe_compile.passes.program import Dim, StageInput
+from disagmoe_compile.passes.program import Dim, InputKind, StageInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,14 @@ class CapturedGraph:
         if len(args) != len(self.inputs):
             raise ValueError(f"the graph takes {len(self.inputs)} arguments, got {len(args)}")
         return symbol_values(self.inputs, args)
+
+    def example_arguments(self) -> tuple[Any, ...]:
+        """The flat arguments of the captured call, sizes as numbers: what the graph can be run on outside of the trace."""
+        return tuple(_number(x) if isinstance(x, torch.SymInt) else x for x in self.example_inputs)
+
+    def parameter_names(self) -> dict[int, str]:
+        """Position of the argument -> fully qualified name, of the parameters that the graph reads."""
+        return {i: one.name for i, one in enumerate(self.inputs) if one.kind is InputKind.PARAMETER}
 
     @property
     def batch_size(self) -> Dim:

@@ -3,6 +3,7 @@ observers."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from torch import fx
 
 from disagmoe_compile.passes.base import GraphPass, Observer, PassReport
 from disagmoe_compile.passes.contract import Capability, check_order, standing, verify
+
+logger = logging.getLogger(__name__)  # TORCH_LOGS=+disagmoe_compile shows it
 
 CAPTURED = frozenset({Capability.SOURCES})  # what a captured graph offers
 
@@ -40,6 +43,7 @@ class PassManager:
             graph_module.recompile()
             have |= graph_pass.provides
             verify(standing(have), graph_module, graph_pass.name)
+            logger.info("pass %02d %s: %s", index, graph_pass.name, report)
             reports.append((graph_pass.name, report))
             for observe in observers:
                 observe(index, graph_pass.name, graph_module, report)

@@ -73,7 +73,8 @@ class Executor:
         index, start = len(self.events), time.time()
         self.events.append(Event(str(action), str(action.stream), start, start, step=self._number))
         try:
-            nbytes = self._handlers[action.kind](action)
+            with torch.profiler.record_function(str(action)):  # a profiler's trace reads like the plan
+                nbytes = self._handlers[action.kind](action)
         except Exception as error:
             worker = self.worker
             where = f"action {action} of {worker.group}"

@@ -45,6 +45,15 @@ class DrawnModel:
     def build(self) -> LanguageModel:
         return build_model(self.style, seed=self.seed, dtype=self.dtype, **dict(self.sizes))
 
+    @property
+    def num_experts(self) -> int:
+        return dict(self.sizes)["num_experts"]
+
+    @property
+    def n_moe_layers(self) -> int:
+        sizes = dict(self.sizes)
+        return sizes["n_layers"] - sizes["dense_layers"]
+
     def __repr__(self) -> str:
         sizes = "".join(f", {name}={value}" for name, value in self.sizes)
         return f"build_model({self.style!r}, seed={self.seed}, dtype={self.dtype}{sizes})"

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from disagmoe_compile.backend.bound_model import parameter_fqns
 from disagmoe_compile.capture import CapturedGraph
+from disagmoe_compile.inspect.bisect import loss_and_gradients
 from disagmoe_compile.passes.base import GraphPass, PassReport
 from disagmoe_compile.passes.pipeline import partition_model
 from disagmoe_compile.testing.parity import (
@@ -139,22 +139,4 @@ class _Observer:
             self.code = graph_module.code
         if self.code:
             loss, gradients = loss_and_gradients(self.captured, graph_module, self.arguments)
-            self.numbers.append(Numbers(f"after {name}", loss, gradients, self.reference))
-
-
-def loss_and_gradients(
-    captured: CapturedGraph, graph_module: fx.GraphModule, arguments: Sequence[object]
-) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss that `graph_module` computes from a call's flat arguments, and its gradients by parameter name."""
-    outputs = graph_module(*arguments)
-    losses = [o for o in outputs if isinstance(o, torch.Tensor) and o.dim() == 0 and o.requires_grad]
-    if len(losses) != 1:
-        raise AssertionError(f"the graph must return one scalar that requires grad, it returns {len(losses)}")
-    leaves: dict[str, torch.Tensor] = {}
-    for position, fqn in parameter_fqns(captured).items():
-        argument = arguments[position]
-        assert isinstance(argument, torch.Tensor), "parameters are tensors"
-        if argument.requires_grad:
-            leaves[fqn] = argument
-    found = torch.autograd.grad(losses[0], list(leaves.values()), allow_unused=True)
-    return losses[0].item(), {fqn: g for fqn, g in zip(leaves, found, strict=True) if g is not None}
+            self.numbers.append(Numbers(f"after {name}", loss.item(), gradients, self.reference))

@@ -14,6 +14,7 @@ from torch.testing import FileCheck
 import disagmoe_compile as dm
 from disagmoe_compile import testing
 from disagmoe_compile.errors import InputError
+from disagmoe_compile.inspect.bisect import bisect
 from disagmoe_compile.passes import registry
 from disagmoe_compile.passes.base import PassReport
 from disagmoe_compile.passes.contract import Capability, ContractError
@@ -81,6 +82,12 @@ def test_a_pass_that_changes_numbers_is_caught(model, edit, found) -> None:
         run.assert_parity()
 
 
+def test_bisecting_names_the_pass_that_changed_numbers(model) -> None:
+    call = testing.capture_call(model, testing.language_batch())
+    culprit = bisect(call.captured, extra_passes=[Edit(halve_the_weights)]).culprit
+    assert culprit is not None and culprit.name == "edit" and culprit.error > 1e-3
+
+
 def test_a_pass_that_breaks_a_standing_capability_is_named(model) -> None:
     with pytest.raises(ContractError, match="pass edit does not hold to `canonical_experts`"):
         testing.run_pass(Edit(forget_what_it_is), model, testing.language_batch())
@@ -144,13 +151,24 @@ def test_an_entry_that_is_no_pass_is_named(monkeypatch, found, reason) -> None:
         registry.registered_passes()
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def keeps_parity(drawn) -> None:
+    call = testing.capture_call(model := drawn.build(), batch := testing.language_batch())
+    assert len(call.partition.programs.experts) == drawn.n_moe_layers
+    run = testing.run_captured(call, ffn_group_size=min(3, drawn.num_experts), n_microbatches=2)
+    testing.assert_parity(run.loss, run.gradients, testing.eager_reference(model, **batch))
+
+
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(testing.moe_models(styles=("batched_mm", "gathered_einsum")))
 def test_random_models_keep_parity(drawn) -> None:
-    run = testing.run_pass(Edit(nothing), drawn.build(), testing.language_batch())
-    run.assert_parity()
-    ranks = min(3, dict(drawn.sizes)["num_experts"])
-    run.on_ranks(ffn_group_size=ranks, n_microbatches=2).assert_parity()
+    keeps_parity(drawn)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(testing.moe_models())
+def test_random_models_of_every_style_keep_parity(drawn) -> None:
+    keeps_parity(drawn)
 
 
 def test_public_names_are_documented_and_there() -> None:
