@@ -1,16 +1,19 @@
-"""What a captured model costs: FLOPs counted on its graph by torch's flop counter, and bytes of one exchange.
+"""FLOPs of a captured model's stages, counted on their graphs by torch's flop counter, which here knows causal attention too.
 
-Counts are of the stages' forward for the whole global batch; the planner needs ratios, and backward is the same multiple of both.
+torch (2.13) counts no `_scaled_dot_product_flash_attention_for_cpu`, and others with their masked half. `flop_counter` counts all
+fused attention ops, forward 2 matmuls over the (query, key) pairs that the op is told of, backward 5 (it recomputes the scores);
+of a causal one the half that is not masked. What a mask tensor hides is unknown, and counted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import sympy
 import torch
+from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,7 +21,6 @@ from disagmoe_compile.passes.program import (
     AttentionProgram,
     ExpertsProgram,
     InputKind,
-    ModelPrograms,
     StageInput,
     bind,
 )
@@ -26,27 +28,45 @@ from disagmoe_compile.passes.program import (
 Sizes = Mapping[sympy.Symbol, int]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCosts:
-    """Forward FLOPs of all attention stages and of all expert stages, and the bytes of one dispatch without de-duplication
-    (tokens * top_k * hidden size * bytes, PAPER section 2: V), each averaged over the boundaries.
-    """
-
-    attention_flops: float
-    ffn_flops: float
-    exchange_bytes: float
+def flop_counter() -> FlopCounterMode:
+    return FlopCounterMode(display=False, custom_mapping=_CORE_FORMULAS)
 
 
-def count_costs(programs: ModelPrograms, sizes: Sizes) -> ModelCosts:
-    """`sizes` binds the batch to the number of samples that is counted."""
-    n = programs.n_boundaries
-    attention = sum(attention_flops(program, sizes) for program in programs.attention)
-    ffn = sum(expert_flops(e, tokens_of(a, sizes)) for a, e in zip(programs.attention, programs.experts))
-    exchanged = sum(
-        tokens_of(a, sizes) * e.top_k * e.in_features * e.token_dtype.itemsize
-        for a, e in zip(programs.attention, programs.experts)
+def core_flops(counter: FlopCounterMode) -> float:
+    """The part of what was counted that fused attention ops do."""
+    counts = counter.get_flop_counts().get("Global", {})
+    return sum(flops for op, flops in counts.items() if op in _CORE_PACKETS)
+
+
+def _core_formula(op: OpOverload) -> Callable[..., float]:
+    """Of one fused attention op, whose arguments are found by the names in its schema."""
+    names = [argument.name for argument in op._schema.arguments]
+    matmuls = 2.5 if any(name.startswith("grad_out") for name in names) else 1.0
+
+    def flops(*args: Any, out_val: object = None, **kwargs: Any) -> float:
+        given = {**dict(zip(names, args)), **kwargs}
+        *leading, queries, query_dim = given["query"].shape
+        keys, value_dim = given["key"].shape[-2], given["value"].shape[-1]
+        pairs = queries * (queries + 1) / 2 if given.get("is_causal") and queries == keys else queries * keys
+        return 2 * matmuls * math.prod(leading) * pairs * (query_dim + value_dim)
+
+    flops._get_raw = True  # type: ignore[attr-defined]  # the counter hands over tensors, not shapes
+    return flops
+
+
+_CORES = [
+    f"_scaled_dot_product_{kernel}{direction}"
+    for kernel in (
+        "flash_attention",
+        "flash_attention_for_cpu",
+        "efficient_attention",
+        "cudnn_attention",
+        "fused_attention_overrideable",
     )
-    return ModelCosts(attention / n, ffn / n, exchanged / n)
+    for direction in ("", "_backward")
+]
+_CORE_PACKETS = frozenset(getattr(torch.ops.aten, name) for name in _CORES)
+_CORE_FORMULAS = {packet: _core_formula(packet.default) for packet in _CORE_PACKETS}
 
 
 def tokens_of(program: AttentionProgram, sizes: Sizes) -> int:
@@ -56,19 +76,19 @@ def tokens_of(program: AttentionProgram, sizes: Sizes) -> int:
 
 
 def attention_flops(program: AttentionProgram, sizes: Sizes) -> int:
-    with FakeTensorMode(), FlopCounterMode(display=False) as counter:
-        program.module(*(_example(one, sizes) for one in program.inputs))
-    return counter.get_total_flops()
+    with FakeTensorMode(), flop_counter() as counter:
+        program.module(*(example(one, sizes) for one in program.inputs))
+    return round(counter.get_total_flops())
 
 
 def expert_flops(program: ExpertsProgram, n_tokens: int) -> int:
     """Every routed pair passes through one expert, whichever it is."""
-    with FakeTensorMode(), FlopCounterMode(display=False) as counter:
+    with FakeTensorMode(), flop_counter() as counter:
         rows_PD = torch.empty(n_tokens * program.top_k, program.in_features, dtype=program.token_dtype)
         weight_P = torch.empty(n_tokens * program.top_k, dtype=program.weight_dtype)
         params = (torch.empty(bind(p.shape, {})[1:], dtype=p.dtype) for p in program.params)
         program.function(rows_PD, weight_P, *params)
-    return counter.get_total_flops()
+    return round(counter.get_total_flops())
 
 
 def activation_bytes(program: AttentionProgram, sizes: Sizes) -> int:
@@ -76,6 +96,6 @@ def activation_bytes(program: AttentionProgram, sizes: Sizes) -> int:
     return sum(math.prod(bind(o.shape, sizes)) * o.dtype.itemsize for o in program.outputs)
 
 
-def _example(one: StageInput, sizes: Sizes) -> torch.Tensor | int:
+def example(one: StageInput, sizes: Sizes) -> torch.Tensor | int:
     shape = bind(one.shape, sizes)
     return shape[0] if one.kind is InputKind.SYMBOL else torch.empty(shape, dtype=one.dtype)

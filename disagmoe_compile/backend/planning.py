@@ -14,10 +14,10 @@ import torch
 from disagmoe_compile.backend.costs import (
     activation_bytes,
     attention_flops,
-    count_costs,
     expert_flops,
     tokens_of,
 )
+from disagmoe_compile.backend.model_costs import traced_costs
 from disagmoe_compile.config import Options
 from disagmoe_compile.errors import InputError, PlanError, UnsupportedModelError
 from disagmoe_compile.passes.program import (
@@ -88,9 +88,8 @@ def _planned_split(programs: ModelPrograms, sizes: Sizes, per_pair: int, groups:
             f"{per_pair * groups} rank(s) in {groups} pipeline group(s): each needs an attention and an FFN rank"
         )
     batch = _batch(programs, sizes)
-    costs = count_costs(programs, sizes)
     attention, ffn, _ = split_world(
-        StageCosts(costs.attention_flops, costs.ffn_flops, costs.exchange_bytes),
+        StageCosts.mean(traced_costs(programs, sizes)),
         world_size=per_pair * groups,
         pipeline_groups=groups,
         hardware=local_cpu(per_pair * groups),

@@ -1,6 +1,6 @@
 """What a stage costs, and the split of ranks that these costs ask for. Used inside torch.compile, where no sizes are given.
 
-The costs come from the caller: read from a traced graph, or from the closed forms in `layer_costs.py`. Only ratios between
+The costs come from a ModelCosts, of a traced graph or of closed forms. Only ratios between
 FLOPs and bytes decide a split, so any one unit of work (a micro-batch, a batch, all layers together) does, if it is the same
 for all three.
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from disagmoe_compile.errors import InputError
 from disagmoe_compile.planner.allocation import Allocation, AllocationProblem, solve
 from disagmoe_compile.planner.hardware import Cluster
+from disagmoe_compile.planner.step_costs import Dedup, ModelCosts, exchange_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,17 @@ class StageCosts:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise InputError(f"{name} must be a finite number of at least 0, got {value!r}")
+
+    @classmethod
+    def mean(cls, costs: ModelCosts) -> StageCosts:
+        """Of one boundary on average, for one sequence: shared experts and head count as attention, nothing is de-duplicated."""
+        n = costs.n_boundaries
+        attention = sum(part.forward_flops for part in (*costs.attention, *costs.shared, costs.head))
+        return cls(
+            attention / n,
+            sum(part.forward_flops for part in costs.experts) / n,
+            exchange_bytes(costs, Dedup.NONE, ffn_ranks=1, ranks_per_node=1).nic,
+        )
 
     def __add__(self, other: StageCosts) -> StageCosts:
         return StageCosts(
