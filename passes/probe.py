@@ -128,11 +128,14 @@ class _Probe:
 
     # ---- stages
     def mixing_operation(self, program: AttentionProgram) -> str | None:
-        """The first operation whose values for a sample depend on the other samples, if an output does."""
+        """The first operation whose values for a sample depend on the other samples, if an output does.
+
+        The sample is the last: it has a place of its own in the batch, and others before it that may use up a capacity.
+        """
         if program.uses_rng or any(self._cannot_slice(i) for i in program.inputs):
             return None
         inputs = self._whole(program.inputs)
-        alone = self._of_sample(program.inputs, inputs, 0)
+        alone = self._of_sample(program.inputs, inputs, self.n_samples - 1)
         tolerance = self._tolerance(inputs)
         whole = _values(program.module, inputs)
         try:
@@ -254,7 +257,7 @@ def _values(module: fx.GraphModule, inputs: Sequence[Any]) -> Mapping[fx.Node, A
 
 
 def _differ(whole: Any, part: Any, tolerance: float) -> bool:
-    """Whether a value of the first sample alone is not its value among others. Ids are not compared: they may flip on ties."""
+    """Whether a value of the last sample alone is not its value among others. Ids are not compared: they may flip on ties."""
     if (
         not isinstance(whole, torch.Tensor)
         or not isinstance(part, torch.Tensor)
@@ -264,12 +267,12 @@ def _differ(whole: Any, part: Any, tolerance: float) -> bool:
         return False
     if not part.dim() or whole.dim() != part.dim() or whole.shape[0] < part.shape[0]:
         return False
-    first, part = whole[: part.shape[0]].double(), part.double()
-    if first.shape != part.shape:
+    last, part = whole[whole.shape[0] - part.shape[0] :].double(), part.double()
+    if last.shape != part.shape:
         return False
-    if not torch.equal(first.isfinite(), part.isfinite()):
+    if not torch.equal(last.isfinite(), part.isfinite()):
         return True
-    first, part = (
-        value.nan_to_num(0.0, 0.0, 0.0) for value in (first, part)
+    last, part = (
+        value.nan_to_num(0.0, 0.0, 0.0) for value in (last, part)
     )  # fully masked rows are NaN in both
-    return bool((first - part).norm() > tolerance * (part.norm() + 1e-6))
+    return bool((last - part).norm() > tolerance * (part.norm() + 1e-6))

@@ -68,6 +68,42 @@ def test_an_operation_that_mixes_samples_is_named():
     assert [line.split()[0] for line in partition_model(captured).batch_coupled] == ["`flip`"]
 
 
+class ByPlace(torch.nn.Module):
+    """A shared table is read by a sample's place in the batch, which in a micro-batch is another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 6)
+
+    def forward(self, x, table):
+        y = self.layer(x)
+        return y.square().sum(), y + table[torch.arange(x.shape[0])][:, None]
+
+
+def test_what_depends_on_a_samples_place_in_the_batch_is_named():
+    inputs = {"x": torch.randn(4, 7, 6), "table": torch.randn(9, 6)}
+    captured, _ = capture_model(ByPlace(), inputs)
+    assert len(partition_model(captured).batch_coupled) == 1
+
+
+class FirstTokens(torch.nn.Module):
+    """A capacity: tokens beyond the first ten of the batch count half. The first sample never notices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = self.layer(x)
+        place = torch.ones_like(y[..., 0]).flatten().cumsum(0).view(x.shape[0], -1, 1)
+        return y.square().sum(), torch.where(place <= 10, y, y / 2)
+
+
+def test_a_capacity_that_earlier_samples_use_up_is_named():
+    captured, _ = capture_model(FirstTokens(), {"x": torch.randn(4, 7, 6)})
+    assert any("cumsum" in line for line in partition_model(captured).batch_coupled)
+
+
 class MasksARow(torch.nn.Module):
     """A softmax over nothing gives NaN, in the whole batch as in a sample alone."""
 
