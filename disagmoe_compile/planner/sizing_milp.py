@@ -38,7 +38,14 @@ from dataclasses import dataclass, replace
 
 from disagmoe_compile.errors import DisagMoEError
 from disagmoe_compile.planner.highs import InfeasibleModel, LinearModel, Solution, solve_model
-from disagmoe_compile.planner.sizing_problem import Candidate, Family, Layout, Policy, SizingProblem
+from disagmoe_compile.planner.sizing_problem import (
+    Candidate,
+    Family,
+    GroupSizes,
+    Layout,
+    Policy,
+    SizingProblem,
+)
 from disagmoe_compile.planner.step_model import Prediction, StepModel, stall_factor
 
 RATE_TOLERANCE = 1e-5
@@ -46,7 +53,6 @@ RATE_TOLERANCE = 1e-5
 MOST_CUTS = 50
 PLANS_TO_PREDICT = 12
 
-GroupSizes = tuple[int, int, int]
 FamilyPolicy = tuple[Family, Policy]
 
 
@@ -69,7 +75,7 @@ def solve_milp(
     excluded: Collection[GroupSizes] = (),
 ) -> Best | None:
     """The best choice with (p, M, N) not in `excluded`; None where nothing satisfies all constraints."""
-    layouts = _promising(problem, model, [s for s in problem.layouts() if _sizes(s) not in excluded])
+    layouts = _promising(problem, model, [s for s in problem.layouts() if s.sizes not in excluded])
     cuts: set[tuple[Layout, Policy]] = set()
     while len(cuts) <= MOST_CUTS:
         program = _Program(problem, model, layouts, cuts)
@@ -93,22 +99,23 @@ def solve_milp(
     )
 
 
-def _sizes(layout: Layout) -> GroupSizes:
-    return layout.pipeline_groups, layout.attention_group_size, layout.ffn_group_size
-
-
 def _promising(problem: SizingProblem, model: StepModel, layouts: list[Layout]) -> list[Layout]:
     """Without those that cannot be the best: an upper bound on their rate is below the rate of some plan that fits."""
-    bounds = {layout: _upper_bound(problem, model, layout) for layout in layouts}
+    bounds = upper_bounds(problem, model, layouts)
     reached, plans = 0.0, 0
     for layout in sorted(layouts, key=lambda s: -bounds[s]):
         if bounds[layout] <= reached or plans >= PLANS_TO_PREDICT:
             break
-        best = _best_of_layout(problem, model, layout)
+        best = best_of_layout(problem, model, layout)
         if best is not None:
             plans += 1
             reached = max(reached, best[1].tokens_per_s)
     return [s for s in layouts if bounds[s] >= reached * (1 - 1e-9)]
+
+
+def upper_bounds(problem: SizingProblem, model: StepModel, layouts: Iterable[Layout]) -> dict[Layout, float]:
+    """Of each layout tokens a second that none of its plans exceeds."""
+    return {layout: _upper_bound(problem, model, layout) for layout in layouts}
 
 
 def _upper_bound(problem: SizingProblem, model: StepModel, layout: Layout) -> float:
@@ -129,10 +136,10 @@ def _predicted_again(
     """The best plan of the layout, from the step model; None where the solver's policy does not hold there."""
     if not model.fits(model.predict(with_best_nics(problem, model, layout, policy))):
         return None
-    return _best_of_layout(problem, model, layout) if problem.go_together(layout, policy) else None
+    return best_of_layout(problem, model, layout) if problem.go_together(layout, policy) else None
 
 
-def _best_of_layout(
+def best_of_layout(
     problem: SizingProblem, model: StepModel, layout: Layout
 ) -> tuple[Candidate, Prediction] | None:
     """Of all policies that fit the fastest one, with its best NICs; among equally fast ones the simplest."""

@@ -21,6 +21,8 @@ from disagmoe_compile.errors import InputError
 from disagmoe_compile.planner.hardware import Cluster
 from disagmoe_compile.planner.step_costs import Dedup, ModelCosts
 
+GroupSizes = tuple[int, int, int]
+"""Pipeline groups, attention ranks and FFN ranks of one group."""
 MOST_SEQUENCES_A_MICROBATCH = 16
 """Largest micro-batch that is tried where the user names none."""
 
@@ -118,6 +120,10 @@ class Layout:
     @property
     def global_batch_size(self) -> int:
         return self.attention_group_size * self.micro_batch_size * self.n_microbatches
+
+    @property
+    def sizes(self) -> GroupSizes:
+        return self.pipeline_groups, self.attention_group_size, self.ffn_group_size
 
     @property
     def family(self) -> Family:
