@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from disagmoe_compile.errors import PlanError
 from disagmoe_compile.plan.action import Action
+from disagmoe_compile.plan.collector import collector_paused
 from disagmoe_compile.plan.ir import (
     Direction,
     Plan,
@@ -59,6 +60,7 @@ def load(path: str | os.PathLike[str]) -> Plan:
         raise PlanError(f"plan file {path}: {error}") from None
 
 
+@collector_paused()
 def to_dict(plan: Plan) -> dict[str, Any]:
     """The plan as JSON values: dicts, lists, strings, numbers, booleans and None."""
     return {"schema_version": SCHEMA_VERSION, **_write(plan)}
@@ -78,6 +80,7 @@ def _write(value: Any) -> Any:
     return value
 
 
+@collector_paused()
 def from_dict(document: Any) -> Plan:
     """Inverse of `to_dict`. Raises PlanError naming the key that is unknown, missing or malformed."""
     if not isinstance(document, dict) or "schema_version" not in document:

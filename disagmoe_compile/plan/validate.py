@@ -27,6 +27,7 @@ from collections.abc import Iterator
 
 from disagmoe_compile.errors import PlanError
 from disagmoe_compile.plan import completeness, ordering, structure
+from disagmoe_compile.plan.collector import collector_paused
 from disagmoe_compile.plan.completeness import Case
 from disagmoe_compile.plan.ir import Plan, Schedule
 from disagmoe_compile.plan.steps import number_steps
@@ -36,6 +37,7 @@ from disagmoe_compile.plan.violation import Violation
 _SHOWN = 5  # violations in the one-line message of the error; all of them are in its `violations`
 
 
+@collector_paused()
 def validate(plan: Plan) -> list[Violation]:
     """Every violation of the plan and of both its schedules; empty for a plan that may run."""
     found = [

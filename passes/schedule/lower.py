@@ -22,6 +22,7 @@ import numpy as np
 
 from disagmoe_compile.errors import PlanError
 from disagmoe_compile.plan.action import COMPUTE_KINDS, Action, ActionKind, Stream
+from disagmoe_compile.plan.collector import collector_paused
 from disagmoe_compile.plan.happens_before import Clocks, host_order
 from disagmoe_compile.plan.ir import Direction, Schedule, Transfer
 from disagmoe_compile.plan.steps import BACKWARD_INPUTS, BACKWARD_WEIGHTS, number_steps, parts_of
@@ -57,6 +58,7 @@ def lower(
     return lower_lists(schedule, transfers, receive_ahead=receive_ahead, reduced=reduced)
 
 
+@collector_paused()
 def lower_lists(
     schedule: Schedule,
     transfers: Sequence[Transfer],
@@ -161,7 +163,7 @@ def hoist_receives(blocks: Blocks, routes: Routes, ahead: int) -> Blocks:
     thread and the validator rely on.
     """
     kept = [[action for action in block if action.kind is not ActionKind.RECV] for block in blocks]
-    block_of = {action: k for k, block in enumerate(kept) for action in block}
+    block_of = {action: k for k, block in enumerate(kept) for action in block if action.transfer is not None}
     heads: defaultdict[int, list[Action]] = defaultdict(list)
     behind: defaultdict[Action, list[Action]] = defaultdict(list)
     for k, block in enumerate(blocks):

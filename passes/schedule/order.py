@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from itertools import zip_longest
 
 from disagmoe_compile.plan.action import Action, ActionKind
+from disagmoe_compile.plan.collector import collector_paused
 from disagmoe_compile.plan.ir import Schedule
 from disagmoe_compile.plan.topology import Group, Topology
 
@@ -41,6 +42,7 @@ def forwards(n_stages: int, n_microbatches: int, interleave: int) -> Iterator[Pa
                 yield True, stage, microbatch
 
 
+@collector_paused()
 def place(name: str, topology: Topology, passes: Iterator[Pass], split_weight_gradient: bool) -> Schedule:
     """Give every pass to the group of its stage.
 
