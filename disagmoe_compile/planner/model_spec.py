@@ -72,7 +72,7 @@ class AttentionSpec:
     norm_elements: int = 0
 
     def __post_init__(self) -> None:
-        needed = ("heads", "kv_heads")
+        needed: tuple[str, ...] = ("heads", "kv_heads")
         if self.kind is AttentionKind.MLA:
             needed += ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
         else:
