@@ -19,7 +19,13 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 # Promised values that this version does not run yet: asking for one is an error, never a silent fallback.
 _NOT_YET: Mapping[str, tuple[str, ...]] = {"dedup": ("none", "node"), "recompute": ("stage",)}
-_POSITIVE = ("attention_group_size", "ffn_group_size", "pipeline_groups", "n_microbatches")
+_POSITIVE = (
+    "attention_group_size",
+    "ffn_group_size",
+    "pipeline_groups",
+    "n_microbatches",
+    "microbatches_in_flight",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +36,7 @@ class Options:
     ffn_group_size: int | None = None
     pipeline_groups: int | None = None
     n_microbatches: int | None = None
+    microbatches_in_flight: int | None = None
     schedule: str = "af_pipe"
     stage_compiler: str = "inductor"
     dedup: str = "rank"

@@ -6,7 +6,6 @@ import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import sympy
 import torch
@@ -18,6 +17,7 @@ from disagmoe_compile.backend.costs import (
     tokens_of,
 )
 from disagmoe_compile.backend.model_costs import traced_costs
+from disagmoe_compile.backend.sizing_file import with_sizing
 from disagmoe_compile.config import Options
 from disagmoe_compile.errors import InputError, PlanError, UnsupportedModelError
 from disagmoe_compile.passes.program import (
@@ -33,8 +33,9 @@ from disagmoe_compile.passes.schedule.forward_only import forward_only
 from disagmoe_compile.passes.schedule.gpipe import gpipe
 from disagmoe_compile.passes.schedule.lower import lower
 from disagmoe_compile.plan.completeness import peak_residency
+from disagmoe_compile.plan.files import load_plan
 from disagmoe_compile.plan.ir import Plan, Stage, TensorSpec, Workload
-from disagmoe_compile.plan.serialize import load
+from disagmoe_compile.plan.sizing import Sizing
 from disagmoe_compile.plan.topology import Role, Topology
 from disagmoe_compile.plan.transfers import BoundarySizes, build_transfers
 from disagmoe_compile.plan.validate import check
@@ -49,6 +50,7 @@ def choose_topology(programs: ModelPrograms, sizes: Sizes, options: Options, wor
 
     Raises InputError naming all sizes where they do not multiply up.
     """
+    options = with_sizing(options, programs)
     attention, ffn, groups = options.attention_group_size, options.ffn_group_size, options.pipeline_groups
     if groups is None:
         pair = attention + ffn if attention and ffn else None
@@ -136,6 +138,7 @@ def make_plan(
     graph_fingerprint: str,
 ) -> Plan:
     """A validated plan for calls of these sizes. `parameter_fqns`: placeholder position -> fully qualified name."""
+    options = with_sizing(options, programs)
     workload = choose_workload(programs, sizes, topology, options)
     micro = microbatch_sizes(programs, sizes, workload.microbatch_size)
     boundaries = [boundary_sizes(a, e, micro) for a, e in zip(programs.attention, programs.experts)]
@@ -146,8 +149,11 @@ def make_plan(
     )
     owned = [s.index for s in stages if s.owned_fqns] if topology.attention_group_size > 1 else []
     n = workload.n_microbatches
-    generate = {"af_pipe": af_pipe, "gpipe": gpipe}[options.schedule]
-    training = lower(generate(topology, n), topology, transfers, owned_stages=owned) if trains else None
+    if options.schedule == "gpipe":
+        compute_only = gpipe(topology, n)
+    else:
+        compute_only = af_pipe(topology, n, interleave=options.microbatches_in_flight)
+    training = lower(compute_only, topology, transfers, owned_stages=owned) if trains else None
     forward = lower(forward_only(topology, n), topology, transfers, owned_stages=())
     plan = Plan(
         stages=stages,
@@ -174,7 +180,9 @@ def load_plan_for(path: str, generated: Plan) -> Plan:
 
     Raises PlanError saying what differs.
     """
-    plan = load(Path(path))
+    plan = load_plan(path)
+    if isinstance(plan, Sizing):
+        return generated  # made with its sizes
     for what in ("graph_fingerprint", "workload", "topology", "stages", "transfers"):
         if getattr(plan, what) != getattr(generated, what):
             raise PlanError(

@@ -9,6 +9,7 @@ import torch
 
 from disagmoe_compile.errors import InputError
 from disagmoe_compile.plan.ir import Plan
+from disagmoe_compile.plan.sizing import Sizing
 from disagmoe_compile.plan.validate import check
 
 DEFAULT_NPROC = 4
@@ -96,22 +97,33 @@ def check_batch(batch_size: int, attention: int | None, n_microbatches: int | No
         )
 
 
-def check_plan_sizes(plan: Plan, sizes: GroupSizes, batch_size: int | None) -> None:
-    """Raises InputError where a plan file and the flags beside it say different things, PlanError where the plan is not valid."""
-    check(plan)
-    topology, workload = plan.topology, plan.workload
+def check_plan_sizes(plan: Plan | Sizing, sizes: GroupSizes, batch_size: int | None) -> tuple[int, int]:
+    """World size and global batch of a plan file.
+
+    Raises InputError where it and the flags beside it say different things, PlanError where the plan is not valid.
+    """
+    if isinstance(plan, Sizing):
+        attention, ffn, groups = plan.attention_group_size, plan.ffn_group_size, plan.pipeline_groups
+        n_microbatches, batch, world = plan.n_microbatches, plan.global_batch_size, plan.world_size
+    else:
+        check(plan)
+        topology, workload = plan.topology, plan.workload
+        attention, ffn = topology.attention_group_size, topology.ffn_group_size
+        groups, world = topology.attention_groups, topology.world_size
+        n_microbatches, batch = workload.n_microbatches, workload.global_batch_size
     for flag, given, planned in (
-        ("--attention-group-size", sizes.attention, topology.attention_group_size),
-        ("--ffn-group-size", sizes.ffn, topology.ffn_group_size),
-        ("--pipeline-groups", sizes.pipeline_groups, topology.attention_groups),
-        ("--n-microbatches", sizes.n_microbatches, workload.n_microbatches),
-        ("--nproc", sizes.nproc, topology.world_size),
-        ("--batch-size", batch_size, workload.global_batch_size),
+        ("--attention-group-size", sizes.attention, attention),
+        ("--ffn-group-size", sizes.ffn, ffn),
+        ("--pipeline-groups", sizes.pipeline_groups, groups),
+        ("--n-microbatches", sizes.n_microbatches, n_microbatches),
+        ("--nproc", sizes.nproc, world),
+        ("--batch-size", batch_size, batch),
     ):
         if given is not None and given != planned:
             raise InputError(
                 f"{flag} {given} contradicts the plan file, which has {planned}; leave the flag out"
             )
+    return world, batch
 
 
 def num_experts_of(model: torch.nn.Module) -> int | None:

@@ -30,6 +30,7 @@ from disagmoe_compile.config import Options
 from disagmoe_compile.errors import DisagMoEError, InputError
 from disagmoe_compile.inspect.timeline import to_chrome
 from disagmoe_compile.models.source import Source
+from disagmoe_compile.plan.files import load_plan
 from disagmoe_compile.plan.ir import Plan
 from disagmoe_compile.plan.serialize import load
 
@@ -116,9 +117,7 @@ def _world_and_batch(request: TrainRequest) -> tuple[int, int]:
     """Number of ranks and samples a step, from the plan file or from the sizes given."""
     batch_size = _BATCH_SIZE if request.batch_size is None else request.batch_size
     if request.plan is not None:
-        plan = load(request.plan)
-        check_plan_sizes(plan, request.sizes, request.batch_size)
-        return plan.topology.world_size, plan.workload.global_batch_size
+        return check_plan_sizes(load_plan(request.plan), request.sizes, request.batch_size)
     check_batch(batch_size, request.attention_group_size, request.n_microbatches)
     return request.sizes.world_size(), batch_size
 

@@ -23,6 +23,7 @@ KIND = "sizing"
 _WHOLE = (
     "world_size", "attention_gpus", "ffn_gpus", "pipeline_groups", "attention_group_size", "ffn_group_size", "n_microbatches",
     "micro_batch_size", "microbatches_in_flight", "global_batch_size", "seq_length",
+    "n_boundaries", "num_experts",
 )  # fmt: skip
 _POSITIVE = ("t_attention_s", "t_ffn_s", "t_star_s", "step_s", "tokens_per_s", "attention_nics", "ffn_nics")
 
@@ -50,6 +51,8 @@ class Sizing:
     microbatches_in_flight: int
     global_batch_size: int
     seq_length: int
+    n_boundaries: int
+    num_experts: int
     recompute: Mapping[str, str]
     shared_experts_on: str
     shard_optimizer: bool

@@ -109,6 +109,8 @@ def sizing_of(
         microbatches_in_flight=policy.in_flight,
         global_batch_size=layout.global_batch_size,
         seq_length=problem.costs.seq_length,
+        n_boundaries=problem.costs.n_boundaries,
+        num_experts=problem.costs.num_experts,
         recompute={
             "attention": "stage" if policy.recompute_attention else "none",
             "ffn": "stage" if policy.recompute_ffn else "none",
