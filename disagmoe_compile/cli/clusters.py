@@ -1,21 +1,30 @@
-"""`disagmoe clusters`: the node types that `--cluster NAME` knows, with their numbers and sources."""
+"""`disagmoe clusters [NAME|FILE]`: the node types that `--cluster` knows, or one of them, with their numbers and sources."""
 
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from disagmoe_compile.cli.output import DebugOption, JsonOption, Output, command
 from disagmoe_compile.planner.efficiency import Efficiencies
-from disagmoe_compile.planner.hardware import Cluster, catalogue
+from disagmoe_compile.planner.hardware import Cluster, catalogue, find_cluster
+
+
+ClusterArgument = Annotated[
+    str | None, typer.Argument(metavar="[NAME|FILE]", help="Only this one: a name, or a cluster file.")
+]
 
 
 @command
-def clusters(as_json: JsonOption = False, debug: DebugOption = False) -> Output:
-    """The catalogue of GPUs and nodes."""
-    known = list(catalogue().values())
+def clusters(
+    cluster: ClusterArgument = None, as_json: JsonOption = False, debug: DebugOption = False
+) -> Output:
+    """The catalogue of GPUs and nodes, and the shares of their peaks that plans count on."""
+    known = list(catalogue().values()) if cluster is None else [find_cluster(cluster)]
     document = {"clusters": [cluster.to_dict() for cluster in known]}
     return Output(document, lambda console: _render(console, known))
 

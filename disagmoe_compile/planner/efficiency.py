@@ -4,7 +4,7 @@ Each number is a share of a peak, named, with a source or the word "assumed", an
 
     gemm             FLOP/s of large matmuls                                  of GPU.flops
     attention_core   FLOP/s of a fused attention core, forward and backward   of GPU.flops
-    memory           bytes/s of element-wise kernels                          of GPU.memory_bytes_per_s
+    memory           bytes/s of kernels that mostly move data, as weights     of GPU.memory_bytes_per_s
     link             bytes/s one way inside a node                            of GPU.link_bytes_per_s
     network          bytes/s one way through a NIC                            of Cluster.nic_bytes_per_s
 
