@@ -24,6 +24,9 @@ from disagmoe_compile.early_batch import MarkBeforeTracing
 from disagmoe_compile.errors import DisagMoEError, InputError, UnsupportedModelError
 from disagmoe_compile.graph_breaks import check_graph_break, check_whole_model
 from disagmoe_compile.inspect.dump import GraphDumper
+from disagmoe_compile.inspect.structured import trace_pass, trace_wanted
+from disagmoe_compile.passes.base import Observer
+from disagmoe_compile.passes.captured import CapturedGraph
 from disagmoe_compile.passes.pipeline import PartitionResult, partition_model
 from disagmoe_compile.runtime.failure import default_store, describe_failure
 from disagmoe_compile.runtime.process_group import Launch, ensure_process_group, several_ranks
@@ -54,7 +57,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
     _MARK_BEFORE_TRACING.register()
     require_global_shapes(e for e in example_inputs if isinstance(e, torch.nn.Parameter))
     captured = capture(gm, example_inputs)
-    partition = partition_model(captured, observers=_dumps(options), loss_reduction=options.loss_reduction)
+    partition = _partition(captured, options)
     if not partition.programs.experts:
         raise UnsupportedModelError(
             f"no MoE region found in the model{_why_not(partition)}; "
@@ -77,17 +80,23 @@ def _compile_alone(gm: fx.GraphModule, example_inputs: Sequence[Any], options: O
             "group sizes do not match the world size: one process runs, and attention_group_size, ffn_group_size, "
             "pipeline_groups and plan describe several ranks; start with torchrun --nproc-per-node, or leave them out"
         )
-    if options.trace_dir:
-        partition_model(
-            capture(gm, example_inputs), observers=_dumps(options), loss_reduction=options.loss_reduction
-        )
+    if options.trace_dir or trace_wanted():
+        _partition(capture(gm, example_inputs), options)
     compiler = torch._dynamo.backends.registry.lookup_backend(options.stage_compiler)
     return compiler(gm, list(example_inputs))
 
 
-def _dumps(options: Options) -> tuple[GraphDumper, ...]:
-    writes = options.trace_dir and (not dist.is_initialized() or dist.get_rank() == 0)
-    return (GraphDumper(options.trace_dir),) if writes and options.trace_dir else ()
+def _partition(captured: CapturedGraph, options: Options) -> PartitionResult:
+    """Runs the passes; dumps go to `trace_dir` from one rank, and to torch's structured trace where one is being written."""
+    observers: list[Observer] = [trace_pass]
+    if options.trace_dir and (not dist.is_initialized() or dist.get_rank() == 0):
+        observers.append(GraphDumper(options.trace_dir))
+    return partition_model(
+        captured,
+        observers=observers,
+        loss_reduction=options.loss_reduction,
+        disabled=options.disable_passes,
+    )
 
 
 def _coupled(operations: Sequence[str]) -> str:

@@ -128,41 +128,55 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
 
 def explain_with(observers: Sequence[Observer], model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     """`explain`, showing the graph to `observers` after every pass."""
+    found = trace_call(model, args, kwargs)
+    return explain_graph(found, observers) if isinstance(found, CapturedGraph) else no_graph(found)
+
+
+def trace_call(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> CapturedGraph | GraphBreak | None:
+    """The graph of one call, where it breaks, or None where there is nothing to trace. Runs the call once in eager."""
     if not isinstance(model, nn.Module):
         raise InputError(
             f"explain() takes a torch.nn.Module and the arguments of one call, got {type(model).__name__}"
         )
-    inspector = _Inspector(observers)
+    backend = _Capture()
     torch._dynamo.reset()
     try:
         with one_graph():
-            torch.compile(model, backend=inspector, fullgraph=True)(*args, **kwargs)
+            torch.compile(model, backend=backend, fullgraph=True)(*args, **kwargs)
     except Exception as error:
         found = where_and_why(error)
         if found is None:
             raise
-        return Explanation((), (), (), (GraphBreak(*found),))
-    if inspector.error is not None:
-        raise inspector.error
-    if inspector.captured is None or inspector.partition is None:
-        return Explanation((), (), (), ())
-    return _explanation(inspector.captured, inspector.partition)
+        return GraphBreak(*found)
+    if backend.error is not None:
+        raise backend.error
+    return backend.captured
 
 
-class _Inspector:
-    """A backend that splits the first whole graph it is given and runs everything in eager."""
+def explain_graph(
+    captured: CapturedGraph, observers: Sequence[Observer] = (), disabled: Sequence[str] = ()
+) -> Explanation:
+    """Splits a captured graph, without the passes `disabled`, and describes the result."""
+    return _explanation(captured, partition_model(captured, observers=observers, disabled=disabled))
 
-    def __init__(self, observers: Sequence[Observer]) -> None:
-        self._observers = tuple(observers)
+
+def no_graph(broken: GraphBreak | None) -> Explanation:
+    return Explanation((), (), (), () if broken is None else (broken,))
+
+
+class _Capture:
+    """A backend that keeps the first graph it is given and runs everything in eager."""
+
+    def __init__(self) -> None:
         self.captured: CapturedGraph | None = None
-        self.partition: PartitionResult | None = None
         self.error: DisagMoEError | None = None
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         if self.captured is None and self.error is None:
             try:
                 self.captured = capture(gm, example_inputs)
-                self.partition = partition_model(self.captured, observers=self._observers)
             except DisagMoEError as error:
                 self.error = error
         return gm.forward

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from disagmoe_compile.inspect.bisect import Bisection
 from disagmoe_compile.inspect.diff import PassDiff
 from disagmoe_compile.inspect.explain import Explanation, TensorInfo
 
@@ -111,3 +112,10 @@ def _tensors(tensors: tuple[TensorInfo, ...]) -> str:
 def _short(dtype: str) -> str:
     """`f32` for `float32`, as in the dumps."""
     return dtype.replace("bfloat", "bf").replace("float", "f").replace("int", "i")
+
+
+def bisection_table(bisection: Bisection) -> Table:
+    table = _table("Parity with the captured graph", "after pass", "largest relative error", "of", "verdict")
+    for one in bisection.passes:
+        table.add_row(one.name, f"{one.error:.1e}", one.where, "broken" if one.is_broken else "kept")
+    return table

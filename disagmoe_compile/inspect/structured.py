@@ -11,9 +11,15 @@ from typing import Any
 
 import torch._logging
 from torch import fx
+from torch._logging._internal import trace_log
 
 from disagmoe_compile.inspect.dump import render
 from disagmoe_compile.passes.base import PassReport
+
+
+def trace_wanted() -> bool:
+    """Whether a structured trace is being written."""
+    return bool(trace_log.handlers)
 
 
 def trace_pass(index: int, pass_name: str, graph_module: fx.GraphModule, report: PassReport) -> None:
