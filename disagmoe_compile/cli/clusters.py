@@ -13,7 +13,6 @@ from disagmoe_compile.cli.output import DebugOption, JsonOption, Output, command
 from disagmoe_compile.planner.efficiency import Efficiencies
 from disagmoe_compile.planner.hardware import Cluster, catalogue, find_cluster
 
-
 ClusterArgument = Annotated[
     str | None, typer.Argument(metavar="[NAME|FILE]", help="Only this one: a name, or a cluster file.")
 ]

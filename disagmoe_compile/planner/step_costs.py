@@ -62,8 +62,8 @@ class ModelCosts:
     `attention[b]`: everything between the experts of boundary b - 1 and those of b: dense layers, attention, norms, router, and
     the embedding in the first. `experts[b]`: the routed experts. `shared[b]`: shared experts, which may run on either side; in a
     traced model they are part of `attention[b]`. `head`: all after the last experts: dense layers, final norm, head, loss.
-    `token_bytes`: one row of the exchange. `residual_bytes_per_token`: what crosses from one attention stage to the next beside; the
-    closed forms say one row, while a traced model with shared experts hands on their output apart, which makes two.
+    `token_bytes`: one row of the exchange. `residual_bytes_per_token`: what crosses from one attention stage to the next beside;
+    the closed forms say one row, while a traced model with shared experts hands on their output apart, which makes two.
     """
 
     name: str
