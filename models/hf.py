@@ -4,15 +4,22 @@ A family is what transformers calls its model type: `qwen3_moe`, `gpt_oss`, `mix
 a model with several parts (`llama4`, `gemma4`) the text part is meant. Sizes are set under common names
 (`num_experts`, `top_k`, `hidden_size`), which `ALIASES` maps to whatever the family's config calls them;
 everything else keeps the family's own defaults, so that biases, attention sinks, shared experts and router
-styles are those of the real model.
+styles are those of the real model. A family of images and text whose text part is no model of its own is built
+whole; fed text alone it is a causal LM.
+
+What an initialisation leaves at zero (biases, the correction of router scores) is random here: a zero would
+hide a fault in whatever reads it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+import inspect
+import re
+from collections.abc import Collection, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +42,7 @@ _TINY_FIELDS: Mapping[str, Any] = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
     "linear_num_heads": 4, "linear_head_dim": 16,
-    "index_head_dim": 16, "index_n_heads": 4, "index_topk": 8,
+    "index_head_dim": 16, "index_n_heads": 4, "index_topk": 8, "index_kpool": 2,
     "indexer_n_heads": 4, "indexer_kv_heads": 1,
     "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 2,
     "hidden_size_per_layer_input": 16,
@@ -45,10 +52,20 @@ _TINY_FIELDS: Mapping[str, Any] = {
     "moe_layer_start_index": 0, "interleave_moe_layer_step": 1, "expert_layer_period": 1,
     "expert_layer_offset": 0,
     "attn_layer_period": 2, "attn_layer_offset": 1,
+    "zero_expert_num": 4, "clip_qkv": 8.0, "out_hidden_size": 64,
     "num_nextn_predict_layers": 0, "num_mtp_layers": 0, "is_moe": True, "enable_moe_block": True,
 }  # fmt: skip
 
 _DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers")
+_ZERO_INITIAL_STD = 0.02
+# Names in vision and audio towers and in blocks of fields, beside those of `ALIASES`.
+_NAMES_IN_PARTS: Mapping[str, tuple[str, ...]] = {
+    "n_layers": ("depth", "encoder_layers"),
+    "n_heads": ("num_heads", "encoder_attention_heads"),
+    "n_kv_heads": ("kv_n_heads",),
+}
+# What released checkpoints' configs carry beside the fields that their class declares.
+_UNDECLARED: Mapping[str, Any] = {"rope_theta": 10000.0}
 
 
 def build(
@@ -62,72 +79,234 @@ def build(
     """A randomly initialised causal LM of `family` in train mode, and its config.
 
     The caller's random state is left alone. By default 2 layers, hidden 64, 8 experts, top-2, 4 heads of 16,
-    vocabulary 256 (one token a byte). From 3 layers on, a family whose real models start with a dense layer
-    does so here. `overrides` are common names (`ALIASES`) or fields of the family's config. Raises InputError
-    for an unknown family or override, and where transformers is missing.
+    vocabulary 256 (one token a byte); a family that allows one top-k alone keeps it. From 3 layers on, a family
+    whose real models start with a dense layer does so here. `overrides` are common names (`ALIASES`) or fields
+    of the family's config. Raises InputError for an unknown family or override, and where transformers is missing.
     """
     config = tiny_config(family, n_layers=n_layers, **overrides)
-    transformers = _transformers()
+    model_class = getattr(_transformers(), str(_language_model(_resolve(family))))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = getattr(transformers, _causal_models()[_resolve(family)])(config)
+        model = model_class(config)
+        _randomise_zeros(model, _text_config(config))
     return model.to(dtype).train(), config
 
 
 def tiny_config(family: str, *, n_layers: int = 2, **overrides: Any) -> Any:
     """The config `build` uses."""
     config_class = _config_class(_resolve(family))
-    fields = {f.name for f in dataclasses.fields(config_class)}
-    known = {name for name in fields if not name.startswith("_")}
-    values: dict[str, Any] = {}
-    for common, size in {"n_layers": n_layers, **TINY}.items():
-        values |= {name: size for name in ALIASES[common] if name in known}
-    if not any(name in known for name in ALIASES["expert_hidden"]):
-        values["intermediate_size"] = TINY["expert_hidden"]
-    values |= {name: value for name, value in _TINY_FIELDS.items() if name in known}
-    values |= {name: min(1, n_layers // 3) for name in _DENSE_FIRST if name in known}
-    if "kv_lora_rank" in known:  # latent attention: no grouped keys, and head_dim is the rotary part
-        latent = {"num_key_value_heads": TINY["n_heads"], "head_dim": _TINY_FIELDS["qk_rope_head_dim"]}
-        values |= {name: value for name, value in latent.items() if name in known}
-    values |= _layer_lists(config_class, known, n_layers)
-    values |= _named(family, known, overrides)
-    return config_class(**values)
+    values = _tiny_values(config_class, n_layers, _more_kinds(_resolve(family)))
+    _override(family, config_class, values, overrides)
+    return _valid_config(config_class, values, keep_top_k="top_k" in overrides)
+
+
+def _valid_config(config_class: Any, values: Mapping[str, Any], *, keep_top_k: bool = False) -> Any:
+    """The config; with the family's own top-k where its validator refuses ours."""
+    try:
+        return config_class(**values)
+    except Exception:
+        fixed = _without(values, ALIASES["top_k"])
+        if keep_top_k or fixed == values:
+            raise
+        return config_class(**fixed)
+
+
+@cache
+def _more_kinds(family: str) -> tuple[str, ...]:
+    """Kinds of layer beside the one that the bare default config has; released checkpoints mix them.
+
+    Those that the family's code names and that run.
+    """
+    config_class = _config_class(family)
+    text = _text_class(config_class)
+    if "layer_types" not in _fields(text) or len(set(text().layer_types or ())) > 1:
+        return ()
+    working = []
+    for kind in _named_kinds(text):
+        with torch.random.fork_rng(devices=[]):
+            try:
+                config = _valid_config(config_class, _tiny_values(config_class, 2, (kind,)))
+                model = getattr(_transformers(), str(_language_model(family)))(config)
+                model(input_ids=torch.arange(24).view(2, 12))
+            except Exception:  # not a kind of this family's layers
+                continue
+        working.append(kind)
+    return tuple(working)
 
 
 @cache
 def families() -> tuple[str, ...]:
     """Every family of the installed transformers that `build` accepts, sorted. Takes seconds."""
-    return tuple(sorted(name for name in _causal_models() if _has_experts(name)))
+    causal, both = _model_names()
+    return tuple(sorted(name for name in {*causal, *both} if _language_model(name) is not None))
 
 
-def _named(family: str, known: set[str], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def layer_kinds(family: str) -> int:
+    """How many kinds of layer the family has: with as many layers, a tiny model has each."""
+    kinds = getattr(_text_config(tiny_config(family, n_layers=8)), "layer_types", None)
+    return len(set(kinds)) if kinds else 1
+
+
+def _tiny_values(config_class: Any, n_layers: int, more_kinds: tuple[str, ...]) -> dict[str, Any]:
+    """Arguments of the config, nested configs as dicts."""
+    known = _fields(config_class)
     values: dict[str, Any] = {}
+    for common, size in {"n_layers": n_layers, **TINY}.items():
+        names = (*ALIASES[common], *_NAMES_IN_PARTS.get(common, ()))
+        values |= {name: size for name in names if name in known}
+    if not any(name in known for name in ALIASES["expert_hidden"]):
+        values |= {name: TINY["expert_hidden"] for name in ("intermediate_size",) if name in known}
+    for name, value in _TINY_FIELDS.items():
+        values |= {field: value for field in (name, f"swa_{name}") if field in known}
+    values |= {name: min(1, n_layers // 3) for name in _DENSE_FIRST if name in known}
+    if "kv_lora_rank" in known:  # latent attention: no grouped keys, and head_dim is the rotary part
+        latent = {"num_key_value_heads": TINY["n_heads"], "head_dim": _TINY_FIELDS["qk_rope_head_dim"]}
+        values |= {name: value for name, value in latent.items() if name in known}
+    if "num_hidden_layers" in known:
+        values |= _layer_lists(config_class, known, n_layers, more_kinds)
+    values |= _sections(config_class, known, values)
+    for name, part in _parts(config_class).items():
+        values[name] = _tiny_values(part, n_layers, more_kinds)
+        if part is not _text_class(config_class) and not _accepts(part, values[name]):
+            # A tower with constraints of its own: no text reaches it, but its output must fit the text part.
+            values[name] = {key: value for key, value in values[name].items() if key == "out_hidden_size"}
+        if _text_class(config_class) is config_class:  # a block of the text model's own fields
+            values[name] |= {field: value for field, value in _UNDECLARED.items() if field not in known}
+    return values
+
+
+def _accepts(config_class: Any, values: Mapping[str, Any]) -> bool:
+    try:
+        config_class(**values)
+    except Exception:  # a validator's
+        return False
+    return True
+
+
+def _sections(config_class: Any, known: Collection[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that must fit the sizes or the family: a list of one size a kind, a dimension that is absent, the
+    sections of a rotary embedding."""
+    found: dict[str, Any] = {}
+    default = vars(config_class())
+    for name, value in values.items():
+        if isinstance(value, int) and isinstance(default.get(name), list):
+            found[name] = [value] * len(default[name])
+        if name.endswith("_dim") and default.get(name) == 0:
+            found[name] = 0
+    rope = default.get("rope_parameters") if "rope_parameters" in known else None
+    if isinstance(rope, dict) and "mrope_section" in _code(config_class):
+        rotary = values.get("qk_rope_head_dim") or TINY["head_dim"] * rope.get("partial_rotary_factor", 1.0)
+        literal = re.search(r"mrope_section[^\[\n]*\[(\d+), (\d+), (\d+)\]", _code(config_class))
+        sections = rope.get("mrope_section") or (list(literal.groups()) if literal else [0, 1, 1])
+        half, odd = int(rotary) // 2, next(i for i in range(3) if sections.count(sections[i]) != 2)
+        tiny = [half - 2 * (half // 3) if i == odd else half // 3 for i in range(3)]
+        found["rope_parameters"] = {**rope, "mrope_section": tiny}
+    return found
+
+
+@cache
+def _parts(config_class: Any) -> Mapping[str, Any]:
+    """Nested configs by field: the text part, a vision tower, or a block of fields of their own."""
+    if not getattr(config_class, "sub_configs", None):
+        return {}
+    default = config_class()
+    parts = {name: type(getattr(default, name, None)) for name in config_class.sub_configs}
+    return {name: part for name, part in parts.items() if dataclasses.is_dataclass(part)}
+
+
+def _text_class(config_class: Any) -> Any:
+    return _parts(config_class).get("text_config", config_class)
+
+
+def _text_config(config: Any) -> Any:
+    return getattr(config, "text_config", None) or config
+
+
+@cache
+def _fields(config_class: Any) -> frozenset[str]:
+    if not dataclasses.is_dataclass(config_class):
+        return frozenset()
+    return frozenset(f.name for f in dataclasses.fields(config_class) if not f.name.startswith("_"))
+
+
+def _without(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The same arguments without some fields, in nested configs too."""
+    return {
+        name: _without(value, names) if isinstance(value, dict) else value
+        for name, value in values.items()
+        if name not in names
+    }
+
+
+def _randomise_zeros(model: torch.nn.Module, config: Any) -> None:
+    """Parameters that are all zero, and buffers with a zero for every expert."""
+    experts = {getattr(config, name, None) for name in ALIASES["num_experts"]} - {None}
+    experts |= {count + getattr(config, "zero_expert_num", 0) for count in experts}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():
+                parameter.normal_(std=_ZERO_INITIAL_STD)
+        for buffer in model.buffers():
+            per_expert = buffer.dim() > 0 and buffer.shape[-1] in experts
+            if per_expert and buffer.is_floating_point() and not buffer.any():
+                buffer.normal_(std=_ZERO_INITIAL_STD)
+
+
+def _override(family: str, config_class: Any, values: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Sets each override wherever its field is: the config itself, its text part, or any nested config."""
+    places = [(values, _fields(config_class))]
+    parts = _parts(config_class)
+    places += [(values[name], _fields(part)) for name, part in parts.items() if name in values]
+    if "text_config" in values:
+        places = [place for place in places if place[0] in (values, values["text_config"])]
     for name, value in overrides.items():
-        targets = [name] if name in known else [n for n in ALIASES.get(name, ()) if n in known]
-        if not targets:
-            near = difflib.get_close_matches(name, sorted(known | set(ALIASES)), n=3)
+        found = False
+        for place, known in places:
+            targets = [name] if name in known else [n for n in ALIASES.get(name, ()) if n in known]
+            place.update(dict.fromkeys(targets, value))
+            found = found or bool(targets)
+        if not found:
+            names = set().union(*(known for _, known in places), ALIASES)
+            near = difflib.get_close_matches(name, sorted(names), n=3)
             raise InputError(
                 f"the config of {family} has no field {name!r}"
                 + (f"; near names: {', '.join(near)}" if near else f"; common names: {', '.join(ALIASES)}")
             )
-        values |= dict.fromkeys(targets, value)
-    return values
 
 
-def _layer_lists(config_class: Any, known: set[str], n_layers: int) -> dict[str, Any]:
-    """Lists with an entry a layer: each kind of the real model's layers in turn, dense ones only at first."""
+def _layer_lists(
+    config_class: Any, known: Collection[str], n_layers: int, more_kinds: bool
+) -> dict[str, Any]:
+    """Lists with an entry a layer: each kind of layer in turn, dense ones only at first."""
     default, values = config_class(), {}
+    dense_first = min(1, n_layers // 3)
     if "layer_types" in known:
-        kinds = default.layer_types or ["full_attention"]
-        distinct = list(dict.fromkeys(kinds))
-        if distinct == ["linear_attention"]:
-            distinct.append("full_attention")  # released checkpoints mix them; the bare default does not
+        kinds = [*(default.layer_types or ()), *more_kinds]
+        distinct = list(dict.fromkeys(kinds)) or ["full_attention"]
         values["layer_types"] = [distinct[i % len(distinct)] for i in range(n_layers)]
-    mlp_kinds = getattr(default, "mlp_layer_types", None)
-    if "mlp_layer_types" in known and mlp_kinds and "sparse" in mlp_kinds:
-        dense = min(1, n_layers // 3) if mlp_kinds[0] == "dense" else 0
-        values["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (n_layers - dense)
+    if "mlp_layer_types" in known:
+        kinds = default.mlp_layer_types
+        if not kinds or "sparse" in kinds:
+            dense = dense_first if kinds and kinds[0] == "dense" else 0
+            values["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (n_layers - dense)
+    if "mlp_only_layers" in known:
+        values["mlp_only_layers"] = [0] * dense_first if 0 in (default.mlp_only_layers or ()) else []
     return values
+
+
+def _named_kinds(config_class: Any) -> tuple[str, ...]:
+    """Kinds of layer that the family's code names."""
+    from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES
+
+    return tuple(kind for kind in ALLOWED_ATTN_LAYER_TYPES if f'"{kind}"' in _code(config_class))
+
+
+@cache
+def _code(config_class: Any) -> str:
+    """Source of the family's config and model."""
+    config_file = Path(inspect.getfile(config_class))
+    modeling = config_file.with_name(config_file.name.replace("configuration_", "modeling_", 1))
+    return "".join(file.read_text() for file in (config_file, modeling) if file.exists())
 
 
 @cache
@@ -142,12 +321,53 @@ def _transformers() -> Any:
 
 
 @cache
-def _causal_models() -> Mapping[str, str]:
-    """Family -> name of its causal-LM class, for every architecture (dense ones included)."""
+def _model_names() -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """(model type -> causal-LM class, model type -> class of images and text), dense architectures included."""
     _transformers()
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
-    return {family: name if isinstance(name, str) else name[0] for family, name in names.items()}
+    causal = {name: _first(found) for name, found in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    both = {name: _first(found) for name, found in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items()}
+    # Some causal LMs are registered beside the models of images and text alone.
+    causal |= {n: found for n, found in both.items() if n not in causal and found.endswith("ForCausalLM")}
+    known = set(CONFIG_MAPPING_NAMES)
+    return (
+        {name: found for name, found in causal.items() if name in known},
+        {
+            name: found
+            for name, found in both.items()
+            if name in known and found.endswith("ForConditionalGeneration")
+        },
+    )
+
+
+@cache
+def _language_model(family: str) -> str | None:
+    """The class that is the language model of an MoE family, None for any other name.
+
+    A causal-LM class where there is one; else the model of images and text, unless the text part is a family itself.
+    """
+    causal, both = _model_names()
+    if family in causal and _has_experts(family):
+        return causal[family]
+    if family not in both:
+        return None
+    text = _text_class(_config_class(family))
+    if text is _config_class(family) or not _routes(_fields(text)):
+        return None
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    folder = model_type_to_module_name(family)
+    same_folder = [n for n in causal if model_type_to_module_name(n) == folder or n == text.model_type]
+    return None if any(_has_experts(name) for name in same_folder) else both[family]
+
+
+def _first(names: Any) -> str:
+    return names if isinstance(names, str) else names[0]
 
 
 def _config_class(family: str) -> Any:
@@ -157,28 +377,36 @@ def _config_class(family: str) -> Any:
     return CONFIG_MAPPING[family]
 
 
+@cache
 def _has_experts(family: str) -> bool:
+    """Whether the config itself, not a text part of it, says how many experts there are and how many a token has."""
     try:
-        fields = {f.name for f in dataclasses.fields(_config_class(family))}
-    except (ImportError, KeyError, TypeError):
+        config_class = _config_class(family)
+    except (ImportError, KeyError):
         return False
-    return any(name in fields for name in ALIASES["num_experts"]) and any(
-        name in fields for name in ALIASES["top_k"]
-    )
+    fields = _fields(config_class)
+    if "text_config" not in fields and "text_config" not in (
+        getattr(config_class, "sub_configs", None) or ()
+    ):
+        fields = fields.union(*(_fields(part) for part in _parts(config_class).values()))
+    return _routes(fields)
+
+
+def _routes(fields: Collection[str]) -> bool:
+    return all(any(name in fields for name in ALIASES[common]) for common in ("num_experts", "top_k"))
 
 
 def _resolve(family: str) -> str:
-    """The key of `_causal_models` for a family, a folder or a family whose MoE is in its text part."""
-    models = _causal_models()
+    """The model type of a family, a folder or a family whose MoE is in its text part."""
     for name in (family, f"{family}_text"):
-        if name in models and _has_experts(name):
+        if _language_model(name) is not None:
             return name
-    if family in models:
-        raise InputError(f"hf:{family} has no experts: {models[family]} is not a mixture-of-experts model")
-    near = [
-        name for name in difflib.get_close_matches(family, models, n=12, cutoff=0.5) if _has_experts(name)
-    ]
+    causal, both = _model_names()
+    if family in causal:
+        raise InputError(f"hf:{family} has no experts: {causal[family]} is not a mixture-of-experts model")
+    near = difflib.get_close_matches(family, {*causal, *both}, n=12, cutoff=0.5)
+    near = [name for name in near if _language_model(name) is not None][:5]
     raise InputError(
         f"unknown MoE family {family!r} in transformers {_transformers().__version__}; "
-        f"near names: {', '.join(near[:5]) if near else 'qwen3_moe, gpt_oss, mixtral, olmoe, deepseek_v3'}"
+        f"near names: {', '.join(near) if near else 'qwen3_moe, gpt_oss, mixtral, olmoe, deepseek_v3'}"
     )
