@@ -21,10 +21,12 @@ import torch
 import torch._dynamo
 from torch import fx, nn
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.variables.tensor import TensorVariable
 
-from disagmoe_compile.errors import CaptureError
+from disagmoe_compile.errors import CaptureError, UnsupportedModelError
 from disagmoe_compile.passes.captured import AutocastState, CapturedGraph, symbol_values
-from disagmoe_compile.passes.metadata import expression, placeholders
+from disagmoe_compile.passes.label_roles import BUFFER_UPDATE_ADVICE
+from disagmoe_compile.passes.metadata import describe, expression, placeholders
 from disagmoe_compile.passes.program import InputKind, StageInput
 
 __all__ = [
@@ -46,6 +48,7 @@ def capture(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Capt
     Raises CaptureError where the model fixes its batch size, or where batch and sequence length cannot be
     told apart.
     """
+    _reject_assigned_buffers()
     nodes = placeholders(graph_module.graph)
     sources = tuple(_source_name(node) for node in nodes)
     kinds = tuple(
@@ -73,6 +76,21 @@ def capture(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Capt
         autocast=_autocast(example_inputs),
         training=torch.is_grad_enabled(),
     )
+
+
+def _reject_assigned_buffers() -> None:
+    """`self.count = self.count + n` and `self.count += n` make an output that Dynamo assigns to the buffer after the call."""
+    translator = _translator()
+    effects = translator.output.side_effects if translator is not None else None
+    for variable in list(effects.id_to_variable.values()) if effects is not None else ():
+        if getattr(variable.source, "member", None) != "_buffers" or not effects.is_modified(variable):
+            continue
+        for key, stored in variable.items.items():
+            node = stored.proxy.node if isinstance(stored, TensorVariable) else None
+            if node is not None and node.op != "placeholder":
+                raise UnsupportedModelError(
+                    f"the model updates its buffer `{key.vt.as_python_constant()}` at {describe(node)}; {BUFFER_UPDATE_ADVICE}"
+                )
 
 
 def root_module() -> nn.Module:
@@ -110,13 +128,18 @@ def module_of_source(source: str) -> nn.Module | None:
 
 def _root_frame() -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
     """(locals, globals) of the frame Dynamo traces."""
+    translator = _translator()
+    return None if translator is None else (translator.f_locals, translator.f_globals)
+
+
+def _translator() -> Any:
+    """Dynamo's translator of the frame that it traces, or None outside a trace."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
-        root = InstructionTranslator.current_tx().output.root_tx
+        return InstructionTranslator.current_tx().output.root_tx
     except AttributeError:
         return None
-    return (root.f_locals, root.f_globals)
 
 
 def _source_name(node: fx.Node) -> str:

@@ -100,6 +100,11 @@ def _error(where: str, why: str) -> CaptureError:
 def _described(stack: Sequence[FrameSummary], reason: Any) -> tuple[str, str]:
     frame = next((f for f in reversed(stack) if not f.filename.startswith(_TORCH)), None)
     where = f"{frame.filename}:{frame.lineno}" if frame is not None else "an unknown line"
+    if frame is not None and "context manager" in str(reason) and "`lock`" in str(reason):
+        return where, (
+            f"`{(frame.line or '').strip()}` sets the model up at its first call; make that call before the compiled one: "
+            "with torch.no_grad(): model(...)"
+        )
     if frame is None or not any(word in str(reason).lower() for word in _DATA_DEPENDENT):
         why = next(iter(str(reason).strip().splitlines()), "no reason given").rstrip(".")
         return where, (

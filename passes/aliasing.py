@@ -111,11 +111,17 @@ def effect_edges(graph: fx.Graph, roots: Mapping[fx.Node, fx.Node]) -> dict[fx.N
 
 
 def remove_dead(graph: fx.Graph) -> int:
-    """Erases every node that the output does not depend on through data, effects or modes. Returns how many."""
-    edges = effect_edges(graph, storage_roots(graph))
+    """Erases every node that neither the output nor the storage of an input depends on, through data, effects or modes. Returns
+    how many."""
+    roots = storage_roots(graph)
+    edges = effect_edges(graph, roots)
     blocks = transform_blocks(graph)
     live: set[fx.Node] = {node for node in graph.nodes if switches_mode(node)}
-    pending = [node for node in graph.nodes if node.op == "output"]
+    pending = [
+        node
+        for node in graph.nodes
+        if node.op == "output" or (written(node) is not None and roots[node].op == "placeholder")
+    ]
     while pending:
         node = pending.pop()
         if node not in live:

@@ -44,6 +44,11 @@ _RANDOM = frozenset({
     "native_dropout", "gumbel_softmax",
 })  # fmt: skip
 
+BUFFER_UPDATE_ADVICE = (
+    "several ranks do not run updates of buffers in this version: return what it counts for each sample (first dimension the "
+    'batch), pass options={"gather_outputs": True}, and update the buffer with that outside the model; or run one process'
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -101,11 +106,10 @@ def _reject_written_inputs(graph: fx.Graph, roots: Mapping[fx.Node, fx.Node]) ->
         if target is not None and roots[target].op == "placeholder":
             source = source_of(roots[target])
             kind, name = (source.kind, source.name) if source else ("input", roots[target].name)
+            advice = BUFFER_UPDATE_ADVICE if kind == InputKind.BUFFER else "compute a new tensor instead"
             raise UnsupportedModelError(
-                f"the model writes to its {kind} `{name}` at {describe(node)}; several micro-batches would "
-                "each write to it, so this "
-                "cannot be split. Compute a new tensor instead, or keep the statistics outside the compiled "
-                "model"
+                f"the model updates its {kind} `{name}` at {describe(node)}, which each micro-batch would do again on its own "
+                f"samples; {advice}"
             )
 
 

@@ -6,6 +6,7 @@ that runs this rank's part of a plan. In one process there is nothing to disaggr
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -81,7 +82,9 @@ def _compile_alone(gm: fx.GraphModule, example_inputs: Sequence[Any], options: O
             "pipeline_groups and plan describe several ranks; start with torchrun --nproc-per-node, or leave them out"
         )
     if options.trace_dir or trace_wanted():
-        _partition(capture(gm, example_inputs), options)
+        # What is written beside a run in one process must not stop it, unless it was asked for.
+        with contextlib.nullcontext() if options.trace_dir else contextlib.suppress(DisagMoEError):
+            _partition(capture(gm, example_inputs), options)
     compiler = torch._dynamo.backends.registry.lookup_backend(options.stage_compiler)
     return compiler(gm, list(example_inputs))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,7 +74,7 @@ LOOPS = {
 }
 
 
-def line_of(loop: type[Experts]) -> str:
+def line_of(loop: type[nn.Module]) -> str:
     lines = Path(__file__).read_text().splitlines()
     return f"{__file__}:{next(i for i, text in enumerate(lines, 1) if text.endswith(f'# {loop.__name__}'))}"
 
@@ -134,3 +135,25 @@ def test_other_backends_are_left_alone(several_ranks):
     model = LanguageModel(SIZES, IfAny)
     torch.compile(model, backend="disagmoe")
     torch.testing.assert_close(torch.compile(model, backend="eager")(IDS).logits, model(IDS).logits)
+
+
+class SetsUpLate(nn.Module):
+    """As transformers does for `output_router_logits=True`: something is made under a lock at the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.lock, self.is_ready = threading.Lock(), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_ready:
+            with self.lock:  # SetsUpLate
+                self.is_ready = True
+        return self.layer(x)
+
+
+def test_a_model_that_sets_itself_up_at_its_first_call_asks_for_that_call(several_ranks):
+    compiled = torch.compile(SetsUpLate(), backend="disagmoe")
+    with pytest.raises(CaptureError, match="make that call before the compiled one") as caught:
+        compiled(torch.ones(2, 4))
+    assert line_of(SetsUpLate) in str(caught.value)
