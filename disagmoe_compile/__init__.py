@@ -13,19 +13,21 @@ from typing import Any
 _PUBLIC = {
     "clip_grad_norm_": "disagmoe_compile.runtime.clip",
     "explain": "disagmoe_compile.inspect.explain",
-    "load_plan": "disagmoe_compile.plan.serialize",
+    "load_plan": "disagmoe_compile.plan.files",
 }
-_NAME_THERE = {"load_plan": "load"}
 
-__all__ = ["clip_grad_norm_", "explain", "load_plan", "testing"]
+# Packages that are public themselves; `plan` can be called, see there.
+_PACKAGES = ("plan", "testing")
+
+__all__ = ["clip_grad_norm_", "explain", "load_plan", "plan", "testing"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "testing":
-        return import_module("disagmoe_compile.testing")
+    if name in _PACKAGES:
+        return import_module(f"disagmoe_compile.{name}")
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PUBLIC[name]), _NAME_THERE.get(name, name))
+    return getattr(import_module(_PUBLIC[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,13 @@
-"""The plan: frozen data that planner, simulator, runtime and inspection share. Imports no torch."""
+"""The plan: frozen data that planner, simulator, runtime and inspection share. Imports no torch.
+
+The package can be called: `disagmoe_compile.plan(model_spec, cluster, workload, **options)` is the planner (`planner.size.plan`), which
+users know by that name, and a package and a function of one name cannot both be an attribute of their parent.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any
 
 from disagmoe_compile.plan.action import Action, ActionKind, Stream, overlap
 from disagmoe_compile.plan.completeness import peak_residency
@@ -50,3 +59,11 @@ __all__ = [
     "to_dict",
     "validate",
 ]
+
+
+class _CallablePackage(ModuleType):
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return import_module("disagmoe_compile.planner.size").plan(*args, **options)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

@@ -17,6 +17,8 @@ from disagmoe_compile.planner.sizing_milp import Best, best_of_layout, solve_mil
 from disagmoe_compile.planner.sizing_problem import (
     Candidate,
     GroupSizes,
+    Layout,
+    Policy,
     SizingOptions,
     SizingProblem,
     TrainingWorkload,
@@ -134,6 +136,26 @@ def sizing_of(
         inputs=_inputs(problem, model_document),
         versions=_versions(),
     )
+
+
+def candidate_of(sizing: Sizing) -> Candidate:
+    """The choice that a sizing came from."""
+    layout = Layout(
+        sizing.pipeline_groups,
+        sizing.attention_group_size,
+        sizing.ffn_group_size,
+        sizing.micro_batch_size,
+        sizing.n_microbatches,
+        sizing.shared_experts_on == "ffn",
+    )
+    policy = Policy(
+        sizing.recompute["attention"] == "stage",
+        sizing.recompute["ffn"] == "stage",
+        sizing.shard_optimizer,
+        sizing.microbatches_in_flight,
+    )
+    groups = sizing.pipeline_groups
+    return Candidate(layout, policy, sizing.attention_nics / groups, sizing.ffn_nics / groups)
 
 
 def binding_constraints(

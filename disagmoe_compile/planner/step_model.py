@@ -170,13 +170,15 @@ class StepModel:
         """Seconds of one GPU for the stages of the busiest attention group."""
 
         def busiest() -> float:
-            stages = self._attention_stages(shared_on_ffn)
-            return max(
-                sum(self._seconds(with_recompute(stages[b], recompute=recompute)) for b in members)
-                for members in self._members(groups)
-            )
+            seconds = self.seconds_of_attention_stages(shared_on_ffn, recompute)
+            return max(sum(seconds[b] for b in members) for members in self._members(groups))
 
         return self._once(("attention_s", groups, shared_on_ffn, recompute), busiest)
+
+    def seconds_of_attention_stages(self, shared_on_ffn: bool, recompute: bool) -> list[float]:
+        """Seconds of one GPU for each, the head last."""
+        stages = self._attention_stages(shared_on_ffn)
+        return [self._seconds(with_recompute(stage, recompute=recompute)) for stage in stages]
 
     def ffn_s(self, layout: Layout, recompute: bool) -> float:
         """Seconds that one sequence of the batch takes the busiest rank of an FFN group."""
@@ -235,20 +237,20 @@ class StepModel:
     def attention_nic_s(self, layout: Layout) -> float:
         """Seconds of one NIC for one sequence of the batch: what an attention group sends (it receives as much)."""
         groups = layout.pipeline_groups
-        row_bytes = self._exchanged_bytes(layout)
+        row_bytes = self.exchanged_bytes(layout)
         if groups > 1:
             row_bytes += self.costs.residual_bytes_per_token * self.costs.seq_length
         sent = 2 * self.boundaries_of_group(groups) * row_bytes
         reduced = self.attention_parameters(groups, layout.shared_on_ffn) * self.options.state.gradient_bytes
         all_reduce = 2 * (layout.attention_group_size - 1) * reduced / layout.global_batch_size
-        return (sent + all_reduce) / self._nic_bytes_per_s
+        return (sent + all_reduce) / self.nic_bytes_per_s
 
     def ffn_nic_s(self, layout: Layout) -> float:
-        sent = 2 * self.boundaries_of_group(layout.pipeline_groups) * self._exchanged_bytes(layout)
+        sent = 2 * self.boundaries_of_group(layout.pipeline_groups) * self.exchanged_bytes(layout)
         if layout.shared_on_ffn:
             reduced = self._shared_parameters(layout.pipeline_groups) * self.options.state.gradient_bytes
             sent += 2 * (layout.ffn_group_size - 1) * reduced / layout.global_batch_size
-        return sent / self._nic_bytes_per_s
+        return sent / self.nic_bytes_per_s
 
     def ffn_link_s(self, layout: Layout) -> float:
         rate = (
@@ -257,14 +259,14 @@ class StepModel:
         boundaries = self.boundaries_of_group(layout.pipeline_groups)
         return 2 * boundaries * self.exchange(layout.ffn_group_size).link / rate
 
-    def _exchanged_bytes(self, layout: Layout) -> float:
+    def exchanged_bytes(self, layout: Layout) -> float:
         """Shared experts on FFN ranks need a row of their own only where every expert gets one."""
         extra = layout.shared_on_ffn and self.options.dedup is Dedup.NONE
         row = self.costs.token_bytes * self.costs.seq_length
         return self.exchange(layout.ffn_group_size).nic + (row if extra else 0)
 
     @cached_property
-    def _nic_bytes_per_s(self) -> float:
+    def nic_bytes_per_s(self) -> float:
         return self.cluster.nic_bytes_per_s * self.cluster.efficiencies.network.value
 
     # Memory
