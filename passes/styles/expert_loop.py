@@ -225,28 +225,32 @@ class _Match:
 
 
 def _owners(links: Sequence[Link], order: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """node -> the one link that depends on it, or _SHARED, where the walk back stops."""
+    """node -> the one link that depends on it, or _SHARED. Walks back until all that is left is shared."""
     owners: dict[fx.Node, int] = {}
+    pending: dict[int, fx.Node] = {}  # by position in the graph
     heap: list[int] = []
-    nodes: dict[int, fx.Node] = {}
+    own: set[fx.Node] = set()  # pending, and of one link so far
 
     def visit(node: fx.Node, owner: int) -> None:
         if node not in owners:
             owners[node] = owner
-            nodes[order[node]] = node
-            heapq.heappush(heap, -order[node])
+            if node.op != "placeholder":
+                pending[order[node]] = node
+                heapq.heappush(heap, -order[node])
+                own.update([node] if owner != _SHARED else [])
         elif owners[node] != owner:
             owners[node] = _SHARED
+            own.discard(node)
 
     for position, link in enumerate(links):
         visit(link.rows, position)
         if link.index is not None:
             visit(link.index, position)
-    while heap:
-        node = nodes[-heapq.heappop(heap)]
-        if owners[node] != _SHARED:
-            for source in node.all_input_nodes:
-                visit(source, owners[node])
+    while own:
+        node = pending.pop(-heapq.heappop(heap))
+        own.discard(node)
+        for source in node.all_input_nodes:
+            visit(source, owners[node])
     return owners
 
 

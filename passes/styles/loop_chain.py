@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from disagmoe_compile.passes.metadata import argument, is_call, is_tensor, rank_of, shape, value
+from disagmoe_compile.passes.metadata import argument, is_call, is_gather, is_tensor, rank_of, shape, value
 from disagmoe_compile.passes.regions import NoMatch
 from disagmoe_compile.passes.styles.loop_routing import column, compared, first_part, zero_outside
 
@@ -81,9 +81,16 @@ def chain_of(graph: fx.Graph, starts: Mapping[int, Sequence[fx.Node]], order: Ma
         reached[node] = bits.get(node, 0)
         for source in node.all_input_nodes:
             reached[node] |= reached.get(source, 0)
-        if reached[node] == everyone and node.op != "output":
+        if reached[node] == everyone and node.op != "output" and not _takes_rows_of_the_sum(node, reached):
             return _walk(node, reached)
     raise NoMatch(first, "the experts that it tells apart never meet in one sum")
+
+
+def _takes_rows_of_the_sum(node: fx.Node, reached: Mapping[fx.Node, int]) -> bool:
+    """`y[tok]`, or `y[tok] + rows`, on the way to `y[tok] += rows`."""
+    if is_call(node, "add"):
+        return any(is_gather(side) and not _is_single(reached.get(side, 0)) for side in node.args[:2])  # type: ignore[arg-type]
+    return is_gather(node) and not _is_single(reached.get(node.args[0], 0))  # type: ignore[arg-type]
 
 
 def _walk(exit_node: fx.Node, reached: Mapping[fx.Node, int]) -> Chain:

@@ -16,6 +16,7 @@ from disagmoe_compile.passes.program import InputKind
 
 CASTS = ("to", "float", "half", "bfloat16", "double", "type", "contiguous", "detach", "clone")
 _VIEWS = ("view", "reshape", "unflatten")
+_CUTS = ("chunk", "split", "tensor_split", "unbind")
 _MOVES = ("transpose", "permute", "t", "swapaxes", "getattr")
 
 
@@ -40,7 +41,7 @@ def piece(node: object, *names: str) -> tuple[fx.Node | None, int]:
     ):
         return None, -1
     call = node.args[0]
-    if not is_call(call, *(names or ("chunk", "split", "tensor_split"))):
+    if not is_call(call, *(names or _CUTS[:3])):
         return None, -1
     dim = argument(call, 1 if is_call(call, "unbind") else 2, "dim", 0)  # type: ignore[arg-type]
     is_single = is_call(call, "unbind") or shape(node)[0] == 1
@@ -48,8 +49,10 @@ def piece(node: object, *names: str) -> tuple[fx.Node | None, int]:
 
 
 def parameter_behind(node: fx.Node) -> fx.Node | None:
-    """The parameter that `node` is, but for casts, views and moved dimensions."""
-    while is_call(node, *CASTS, *_VIEWS, *_MOVES) and is_tensor(node) and is_tensor(node.args[0]):
+    """The parameter that `node` is, or cuts up, but for casts, views and moved dimensions."""
+    while is_tensor(node.args[0] if node.args else None) and (
+        is_call(node, *_CUTS) or (is_call(node, *CASTS, *_VIEWS, *_MOVES) and is_tensor(node))
+    ):
         node = node.args[0]  # type: ignore[assignment]
     source = source_of(node)
     return node if source is not None and source.kind is InputKind.PARAMETER else None

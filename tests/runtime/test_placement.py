@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from disagmoe_compile.errors import UnsupportedModelError
@@ -55,6 +57,24 @@ def test_experts_that_are_not_stacked_need_a_single_ffn_rank() -> None:
     with pytest.raises(UnsupportedModelError, match="only parameters stacked over the 5 experts"):
         placements(plan(Topology(1, 2, 1, 1, n_boundaries=2), *fqns), SHAPES)
     assert placements(plan(Topology(1, 1, 1, 1, n_boundaries=2), *fqns), SHAPES)["q0"].ranges == {1: None}
+
+
+def test_a_separate_parameter_lives_whole_on_the_rank_of_its_expert() -> None:
+    topology = Topology(1, 2, 1, 1, n_boundaries=1)
+    fqns = tuple(f"up{e}" for e in range(5))
+    made = plan(topology, ("embed",), fqns, ("head",))
+    experts = replace(made.stages[1], expert_of={fqn: e for e, fqn in enumerate(fqns)})
+    made = replace(made, stages=(made.stages[0], experts, made.stages[2]))
+    found = placements(made, {**SHAPES, **dict.fromkeys(fqns, (7, 8))})
+    assert [dict(found[fqn].ranges) for fqn in fqns] == [{1: None}, {1: None}, {1: None}, {2: None}, {2: None}]
+    assert found["up3"].shape_on(2) == (7, 8) and found["up3"].shape_on(1) == (0, 8)
+    assert [found["up3"].counts_on(rank) for rank in range(3)] == [False, False, True]
+
+
+def test_experts_with_several_rows_each_are_split_between_experts() -> None:
+    topology = Topology(1, 2, 1, 1, n_boundaries=1)
+    found = placements(plan(topology, ("embed",), ("flat",), ("head",)), {**SHAPES, "flat": (15, 8)})
+    assert found["flat"].ranges == {1: (0, 9), 2: (9, 15)}
 
 
 def test_a_placement_that_loses_rows_is_refused() -> None:
