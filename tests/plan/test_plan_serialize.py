@@ -48,6 +48,13 @@ def test_the_fingerprint_follows_the_content():
     assert PLAN.fingerprint != dataclasses.replace(PLAN, resident_limit=99).fingerprint
 
 
+def test_a_plan_of_before_separate_parameters_has_none():
+    document = to_dict(PLAN)
+    for stage in document["stages"]:
+        assert stage.pop("expert_of") == {}
+    assert from_dict(document) == PLAN
+
+
 def broken(change):
     document = copy.deepcopy(to_dict(PLAN))
     change(document)
@@ -71,6 +78,9 @@ def broken(change):
         (lambda d: d["training"]["actions"].update({"ffn": []}), "plan.training.actions"),
         (lambda d: d.update(stages=3), "plan.stages"),
         (lambda d: d["versions"].update(torch=2), "plan.versions.torch"),
+        (lambda d: d["stages"][1].update(expert_of={"layers.0.experts": 99}), "plan.stages[1]"),
+        (lambda d: d["stages"][1].update(expert_of={"other": 0}), "plan.stages[1]"),
+        (lambda d: d["stages"][1].update(expert_of={"layers.0.experts": "0"}), "expert_of.layers.0.experts"),
     ],
 )
 def test_a_malformed_plan_is_an_error_that_names_the_key(change, named):

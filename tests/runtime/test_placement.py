@@ -66,7 +66,13 @@ def test_a_separate_parameter_lives_whole_on_the_rank_of_its_expert() -> None:
     experts = replace(made.stages[1], expert_of={fqn: e for e, fqn in enumerate(fqns)})
     made = replace(made, stages=(made.stages[0], experts, made.stages[2]))
     found = placements(made, {**SHAPES, **dict.fromkeys(fqns, (7, 8))})
-    assert [dict(found[fqn].ranges) for fqn in fqns] == [{1: None}, {1: None}, {1: None}, {2: None}, {2: None}]
+    assert [dict(found[fqn].ranges) for fqn in fqns] == [
+        {1: None},
+        {1: None},
+        {1: None},
+        {2: None},
+        {2: None},
+    ]
     assert found["up3"].shape_on(2) == (7, 8) and found["up3"].shape_on(1) == (0, 8)
     assert [found["up3"].counts_on(rank) for rank in range(3)] == [False, False, True]
 
