@@ -35,5 +35,7 @@ class WhereLoop(nn.Module):
                 rows_PD = rows_PD * weight_P1
             gate, up = F.linear(rows_PD, self.gate_up[expert]).chunk(2, dim=-1)
             rows_PD = F.linear(F.silu(gate) * up, self.down[expert])
-            out_TD.index_add_(0, token_P, rows_PD if self.weights_before else rows_PD * weight_P1)
+            if not self.weights_before:
+                rows_PD = rows_PD * weight_P1
+            out_TD.index_add_(0, token_P, rows_PD.to(out_TD.dtype))
         return out_TD

@@ -377,5 +377,8 @@ def same_values(value: Tensor, expected: Tensor) -> bool:
         return False
     if not value.is_floating_point():
         return torch.equal(value, expected)
-    tolerance = 1e-4 if value.dtype in (torch.float32, torch.float64) else 3e-2
-    return torch.allclose(value, expected, rtol=tolerance, atol=tolerance * 0.1, equal_nan=True)
+    if value.dtype in (torch.float32, torch.float64):
+        return torch.allclose(value, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+    # 16 bits round a bias separately from its product: what cancels is off by the size of the product.
+    largest = float(expected.abs().nan_to_num(0.0, 0.0, 0.0).amax()) if expected.numel() else 0.0
+    return torch.allclose(value, expected, rtol=3e-2, atol=max(3e-3, 2e-2 * largest), equal_nan=True)
