@@ -1,7 +1,7 @@
 """`disagmoe plan`: how many GPUs do attention and how many hold experts, and everything else that a training step needs.
 
-Three uses: a model on a cluster (`--model --cluster --seq-length ...`), the same over values of a parameter (`--sweep`), and the bare
-allocation problem of a file (`--problem`). Only `--model hf:FAMILY` and `--refine measured` load torch.
+Three uses: a model on a cluster (`--model --cluster --seq-length ...`), the same over values of a parameter (`--sweep`), and the
+bare allocation problem of a file (`--problem`). Only `--model hf:FAMILY` and `--refine measured` load torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`disagmoe plan --refine measured`: plans tried on local ranks of the real runtime, a few steps each. This is what loads torch."""
+"""`disagmoe plan --refine measured`: plans tried on local ranks of the real runtime, a few steps each. Loads torch."""
 
 from __future__ import annotations
 

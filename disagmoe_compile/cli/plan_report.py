@@ -72,8 +72,9 @@ def render_sizing(console: Console, found: Sizing, problem: SizingProblem) -> No
     console.print(
         f"{found.tokens_per_s:,.0f} tokens/s predicted: {found.step_s:.4g} s a step of {found.global_batch_size} sequences of "
         f"{found.seq_length} tokens\n"
-        f"{found.n_microbatches} micro-batches of {found.micro_batch_size} on each attention rank, {found.microbatches_in_flight} in "
-        f"flight each way; shared experts on {found.shared_experts_on}; dedup {found.dedup}{sharded}\n"
+        f"{found.n_microbatches} micro-batches of {found.micro_batch_size} on each attention rank, "
+        f"{found.microbatches_in_flight} in flight each way; "
+        f"shared experts on {found.shared_experts_on}; dedup {found.dedup}{sharded}\n"
         f"limited by {escape(', '.join(found.binding))}; balance {found.balance_score:.3f} of 2\n"
         f"{solver['name']}: {solver['status']}, no plan above {solver['bound']:,.0f} tokens/s, gap {solver['gap']:.1e}, "
         f"{solver['seconds']:.2f} s",

@@ -1,7 +1,8 @@
 """The plan: frozen data that planner, simulator, runtime and inspection share. Imports no torch.
 
-The package can be called: `disagmoe_compile.plan(model_spec, cluster, workload, **options)` is the planner (`planner.size.plan`), which
-users know by that name, and a package and a function of one name cannot both be an attribute of their parent.
+The package can be called: `disagmoe_compile.plan(model_spec, cluster, workload, **options)` is the planner
+(`planner.size.plan`), which users know by that name, and a package and a function of one name cannot both be an attribute of
+their parent.
 """
 
 import sys

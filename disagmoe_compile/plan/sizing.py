@@ -1,8 +1,8 @@
 """What `disagmoe plan` found: sizes of groups and micro-batches, predicted times, and everything they were made from. No torch.
 
-A `Sizing` is a plan before there is a traced model: `torch.compile(options={"plan": file})` takes the sizes from it and builds stages,
-transfers and schedule of the model it compiles; a `Plan` file (`plan/serialize.py`) has all of these already. Which of the two a file
-holds, its `kind` says.
+A `Sizing` is a plan before there is a traced model: `torch.compile(options={"plan": file})` takes the sizes from it and builds
+stages, transfers and schedule of the model it compiles; a `Plan` file (`plan/serialize.py`) has all of these already. Which of
+the two a file holds, its `kind` says.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class LinearModel:
 
 
 def solve_model(model: LinearModel, *, time_limit_s: float) -> Solution:
-    """Raises InputError where HiGHS is missing, InfeasibleModel, or DisagMoEError where the time was too short for any solution."""
+    """Raises InputError where HiGHS is missing, InfeasibleModel, or DisagMoEError where the time was too short."""
     if not (math.isfinite(time_limit_s) and time_limit_s > 0):
         raise InputError(f"time_limit_s must be a positive number of seconds, got {time_limit_s!r}")
     try:

@@ -58,8 +58,8 @@ def _conflict(problem: SizingProblem) -> tuple[tuple[str, ...], str]:
     if not problem.depths():
         return (
             ("gpus", "pipeline_groups"),
-            f"{options.pipeline_groups} pipeline groups of each kind do not share {cluster.gpus} GPUs evenly, two or more a pair, "
-            f"with at most one group a MoE boundary ({costs.n_boundaries})",
+            f"{options.pipeline_groups} pipeline groups of each kind do not share {cluster.gpus} GPUs evenly, two or more a "
+            f"pair, with at most one group a MoE boundary ({costs.n_boundaries})",
         )
     sizes = [(p, m, n) for p in problem.depths() for m, n in problem.group_sizes(p)]
     if not sizes:
@@ -98,7 +98,8 @@ def _memory_conflict(problem: SizingProblem) -> tuple[tuple[str, ...], str]:
     short = {role: bytes_ for role, (bytes_, _) in least.items() if bytes_ > has}
     what = "; ".join(
         f"needs {_gigabytes(bytes_)} on {_RANKS[role]} even at best (attention_group_size "
-        f"{least[role][1].attention_group_size}, ffn_group_size {least[role][1].ffn_group_size}), has {_gigabytes(has)}"
+        f"{least[role][1].attention_group_size}, ffn_group_size {least[role][1].ffn_group_size}), "
+        f"has {_gigabytes(has)}"
         for role, bytes_ in short.items()
     )
     if short:
@@ -129,9 +130,9 @@ def _changes(problem: SizingProblem) -> Iterator[str]:
         yield "shard the optimizer state over the attention replicas"
     if options.whole_nodes and is_possible(_with(problem, whole_nodes=False)):
         yield "let groups share nodes"
-    if workload.micro_batch_size not in (None, 1):
-        if is_possible(replace(problem, workload=replace(workload, micro_batch_size=1))):
-            yield "lower micro_batch_size to 1"
+    smallest = replace(problem, workload=replace(workload, micro_batch_size=1))
+    if workload.micro_batch_size not in (None, 1) and is_possible(smallest):
+        yield "lower micro_batch_size to 1"
     if workload.global_batch_size is not None:
         at_most = replace(
             workload,

@@ -1,4 +1,4 @@
-"""Pictures of a plan and of a sweep, as PNG or SVG. matplotlib is imported when one is drawn; `pip install disagmoe-compile[plot]`."""
+"""Pictures of a plan and of a sweep, as PNG or SVG. Needs matplotlib: `pip install disagmoe-compile[plot]`."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@
     2. K trials: a random neighbour within radius r of the best plan so far is profiled, and kept if it is faster
 
 A neighbour differs by at most r in the ranks of a group (what attention gains the experts lose), by a factor of up to 2^r in the
-micro-batches in flight, and may recompute where the best does not and the other way round. It fits the memory by prediction. Plans are profiled
-once. The result is the fastest plan profiled, the seed among them, so it is never worse than the seed. Same random seed, same
-trials: only the profile may differ.
+micro-batches in flight, and may recompute where the best does not and the other way round. It fits the memory by prediction.
+Plans are profiled once. The result is the fastest plan profiled, the seed among them, so it is never worse than the seed. Same
+random seed, same trials: only the profile may differ.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Profile = Callable[[Candidate], float]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One profiled plan: seconds of its step over sequences of its step, as batches may differ, and whether it became the best."""
+    """One profiled plan, and whether it became the best. Batches may differ: compared are seconds a sequence."""
 
     candidate: Candidate
     step_s: float
@@ -56,7 +56,7 @@ def refine(
     tie: float = 1e-3,
     seed: int = 0,
 ) -> Refinement:
-    """`start`: the solver's plan. Raises InputError for a search without trials, or a profile that is not a positive number of seconds."""
+    """`start`: the solver's plan. Raises InputError for impossible settings, or a profile that is not a positive number."""
     if trials < 0 or radius < 1 or tie < 0:
         raise InputError(
             f"trials and tie must be at least 0 and radius at least 1, got {trials}, {tie} and {radius}"

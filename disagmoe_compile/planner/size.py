@@ -43,8 +43,8 @@ def plan(
 ) -> Sizing:
     """Sizes a cluster for a model: the plan with most tokens a second that fits its memory. `options`: see `SizingOptions`.
 
-    `cluster`: one, or the name of a node type for one node. Raises InputError where nothing fits, saying what conflicts and what to
-    relax, and DisagMoEError where the time was too short for any plan.
+    `cluster`: one, or the name of a node type for one node. Raises InputError where nothing fits, saying what conflicts and
+    what to relax, and DisagMoEError where the time was too short for any plan.
     """
     known = find_cluster(cluster) if isinstance(cluster, str) else cluster
     stage_costs = model_costs(model_spec, seq_length=workload.seq_length, cost_set=CostSet(costs))

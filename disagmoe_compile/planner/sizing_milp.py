@@ -2,8 +2,8 @@
 
 A layout s (groups p, M, N; micro-batch b; side of the shared experts) and a policy k (recompute, sharding, q in flight) are
 chosen by binaries z_s and y_k, coupled through their family (p, b, side). The step model is a maximum over resources times fill
-times stall, so with rates instead of times it is linear. Let Q be sequences per second before stalls, Q = sum_k Q_k where only the
-chosen policy's Q_k may be positive; the rate of the step is then sum_k Q_k / stall_k.
+times stall, so with rates instead of times it is linear. Let Q be sequences per second before stalls, Q = sum_k Q_k where only
+the chosen policy's Q_k may be positive; the rate of the step is then sum_k Q_k / stall_k.
 
     maximise  sum_k Q_k / stall_k                                                                    named in the model as
     sum_s z_s = 1,  sum_k y_k = 1                                                                    layout, policy
@@ -16,18 +16,21 @@ chosen policy's Q_k may be positive; the rate of the step is then sum_k Q_k / st
     sum_{k: r} held_k y_k <= sum_s room_sr z_s                                                       memory[ffn][r]
     sum_k (2 q_k - 1) y_k <= sum_s n_s z_s                                                           in_flight
 
-`held_k` counts resident activations, `room_sr` how many fit beside the weights: a product of both choices became a comparison of
-two numbers, as only one of each is chosen. Policies whose attention memory fits with no number of replicas are left out.
+The rows from `chosen` to `in_flight` are written once a family, over its own layouts and policies: then the relaxation cannot
+pay one family's work with another's GPUs, and is nearly always integral. `held_k` counts resident activations, `room_sr` how
+many fit beside the weights: a product of both choices became a comparison of two numbers, as only one of each is chosen.
+Policies whose attention memory fits with no number of replicas are left out.
 Where NICs are free, an attention group's count is an integer, and Q = sum_s Q_s with Q_s <= best_s z_s:
 
     sum_s fill_s v_s Q_s <= nics_c,   nics_A + nics_F <= sum_s nics(p_s) z_s,   nics_c >= 1          exchange[c], nics
 
-So the program grows with the SUM of the two choices, not with their product, and not at all with the NICs. Before it is built, a few
-promising layouts are predicted, and those layouts left out whose own bound (no policy is faster) is below what these reach. Rates are in units of a
-bound on the best one, GPUs, NICs and counts in units of their largest number: coefficients stay near 1.
+So the program grows with the SUM of the two choices, not with their product, and not at all with the NICs. Before it is built,
+a few promising layouts are predicted, and those layouts left out whose own bound (no policy is faster) is below what these
+reach. Rates are in units of a bound on the best one, GPUs, NICs and counts in units of their largest number: coefficients stay
+near 1.
 
-The answer is a choice of integers. It is predicted again in float64, from the step model itself; a choice that does not hold there, or
-is not as fast as the program says by more than its tolerance, is cut off and the program solved again.
+The answer is a choice of integers. It is predicted again in float64, from the step model itself; a choice that does not hold
+there, or is not as fast as the program says by more than its tolerance, is cut off and the program solved again.
 """
 
 from __future__ import annotations
@@ -193,7 +196,7 @@ class _Program:
         return not self.problem.options.free_nics or self.problem.nics_of_pair(layout.pipeline_groups) >= 2
 
     def _fitting_policies(self, families: Iterable[Family]) -> list[FamilyPolicy]:
-        """Those whose attention ranks fit with some number of replicas, and where recompute or sharding on them gains anything."""
+        """Those whose attention ranks fit with some number of replicas, without recompute or sharding that gains nothing."""
         fitting = []
         for family in sorted(families):
             needed = {

@@ -4,8 +4,9 @@
 
 A choice is a `Candidate`. It has two halves, which the solver chooses by binaries of their own and couples by linear rows:
 
-    Layout    p groups of M attention and N FFN ranks, p (M + N) = all GPUs; sequences of a micro-batch; side of the shared experts
-    Policy    recompute on either side, optimizer state sharded over the attention replicas or not, micro-batches in flight
+    Layout    p groups of M attention and N FFN ranks, p (M + N) = all GPUs; sequences of a micro-batch; side of the shared
+    experts Policy    recompute on either side, optimizer state sharded over the attention replicas or not, micro-batches in
+    flight
 
 Legend: p pipeline groups of each kind, M and N ranks of one attention and one FFN group, E experts, q micro-batches in flight in
 one direction (twice as many in all), n micro-batches of a step, b sequences of one micro-batch on one attention rank.
@@ -58,7 +59,10 @@ class TrainingWorkload:
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Bytes a parameter. Default: mixed precision with Adam (ZeRO, arXiv 1910.02054): bf16 weights and gradients, fp32 master, two moments."""
+    """Bytes a parameter. Default: mixed precision with Adam as in ZeRO (arXiv 1910.02054).
+
+    bf16 weights and gradients; fp32 master weights and two moments.
+    """
 
     weight_bytes: float = 2
     gradient_bytes: float = 2
@@ -77,8 +81,8 @@ class SizingOptions:
 
     `dedup`: copies of a token that are sent. `whole_nodes`: every group takes whole nodes. `free_nics`: NICs are shared out like
     GPUs; otherwise a group has those of its GPUs. `nic_share`: share of all NICs that the two sides use together (the paper
-    uses half). `usable_memory`: share of a GPU's memory that a plan may fill, ASSUMED; the rest is for kernels, buffers of messages
-    and fragmentation.
+    uses half). `usable_memory`: share of a GPU's memory that a plan may fill, ASSUMED; the rest is for kernels, buffers of
+    messages and fragmentation.
     """
 
     dedup: Dedup = Dedup.RANK
@@ -108,7 +112,7 @@ class SizingOptions:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Layout:
-    """Sizes of one pair of groups, and how a micro-batch is cut. `n_microbatches` of `micro_batch_size` sequences an attention rank."""
+    """Sizes of one pair of groups; an attention rank runs `n_microbatches` of `micro_batch_size` sequences a step."""
 
     pipeline_groups: int
     attention_group_size: int
@@ -191,9 +195,11 @@ class SizingProblem:
         step = self.cluster.gpus_per_node if self.options.whole_nodes else 1
         for ffn in range(step, min(self.costs.num_experts, pair - step) + 1, step):
             attention = pair - ffn
-            if attention % step == 0 and _fits(self.options.attention_group_size, attention):
-                if _fits(self.options.ffn_group_size, ffn):
-                    yield attention, ffn
+            is_wanted = _fits(self.options.attention_group_size, attention) and _fits(
+                self.options.ffn_group_size, ffn
+            )
+            if attention % step == 0 and is_wanted:
+                yield attention, ffn
 
     def micro_batches(self, attention: int) -> Iterator[tuple[int, int]]:
         """(b, n) for M attention ranks: M b n is the batch asked for, or the largest number up to it."""

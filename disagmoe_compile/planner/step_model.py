@@ -12,15 +12,15 @@ Seconds of a step, per role c and per resource, of the busiest of its p groups (
     step = max of these * fill * stall
     fill  = 1 + 2 (2p - 1) / (n L/p)         2p - 1 stages and as many exchanges before the last group has work, each at the
                                              pace of the bottleneck: an upper bound of the paper's p(a+f) + (2p-1)c - max(a,f)
-    stall = 1 + 0.3 (1 - 1/p) 4p/q + 1/(4 q^2)    waiting for a micro-batch to come back; fitted to runs of an event simulation of
-                                             the schedule that we generate (in the tests), ours
+    stall = 1 + 0.3 (1 - 1/p) 4p/q + 1/(4 q^2)    waiting for a micro-batch to come back; fitted to an event simulation of the schedule
+                                             that we generate: within a quarter of it in the tests; ours
 
-Modelled as overlapped: compute, sending and receiving of different micro-batches. Not modelled: contention of A-to-F pairs inside a
-group, imbalance of routing, latency of a message, optimizer time, reading the data. Traffic between ranks of one node is counted as
-NIC traffic, so groups that share nodes look slower than they are. A simulator may refine all of it.
+Modelled as overlapped: compute, sending and receiving of different micro-batches. Not modelled: contention of A-to-F pairs
+inside a group, imbalance of routing, latency of a message, optimizer time, reading the data. Traffic between ranks of one node
+is counted as NIC traffic, so groups that share nodes look slower than they are. A simulator may refine all of it.
 
-Bytes of a rank: weights, gradients and optimizer state of its stages, and what the schedule holds (`residency.py`); with recompute
-the inputs of a stage, and one stage in full while its backward runs.
+Bytes of a rank: weights, gradients and optimizer state of its stages, and what the schedule holds (`residency.py`); with
+recompute the inputs of a stage, and one stage in full while its backward runs.
 
 Legend: see `sizing_problem.py`; L boundaries, V bytes of one exchange for one sequence.
 """
@@ -68,7 +68,7 @@ class RoleLoad:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """`stages`: (micro-batch, boundary) pairs that a group runs in a step, which turns seconds of a step into those of a stage."""
+    """`stages`: (micro-batch, boundary) pairs that a group runs in a step; `tokens`: of a step."""
 
     attention: RoleLoad
     ffn: RoleLoad
@@ -303,7 +303,7 @@ class StepModel:
         return self._once(("held", groups, layout.shared_on_ffn, recompute, policy.in_flight), held)
 
     def ffn_state_bytes(self, layout: Layout) -> float:
-        """The rank with most experts, with a copy of the shared experts if they are here. Experts have no replicas to shard over."""
+        """The rank with most experts, and the shared ones if they are here. Experts have no replicas to shard over."""
         state = self.options.state
         per_parameter = state.weight_bytes + state.gradient_bytes + state.optimizer_bytes
         boundaries = self.boundaries_of_group(layout.pipeline_groups)
@@ -316,7 +316,7 @@ class StepModel:
         return self.ffn_resident(layout.pipeline_groups, policy.in_flight) * kept + working
 
     def ffn_activation_bytes(self, layout: Layout, recompute: bool) -> tuple[float, float]:
-        """Of one stage and micro-batch on the rank with most experts: bytes kept, and extra bytes of the one that is worked on."""
+        """Of one stage and micro-batch on the rank with most experts: bytes kept, and more while it is worked on."""
 
         def on_rank(field: str) -> float:
             routed = max(getattr(e, field) for e in self.costs.experts)

@@ -23,7 +23,7 @@ class Sweep:
 
 
 def parse_sweep(text: str) -> Sweep:
-    """From `PARAMETER=V1,V2,...`. Raises InputError for an unknown parameter or a value that is not a whole number of at least 1."""
+    """From `PARAMETER=V1,V2,...`. Raises InputError for an unknown parameter or an impossible value."""
     parameter, _, listed = text.partition("=")
     if parameter not in PARAMETERS:
         raise InputError(

@@ -56,7 +56,9 @@ def costs_of(
     )
 
 
-def cluster_of(gpus: int = 4, nodes: int = 2, *, nics: int | None = None, memory_bytes: float = 1e9) -> Cluster:
+def cluster_of(
+    gpus: int = 4, nodes: int = 2, *, nics: int | None = None, memory_bytes: float = 1e9
+) -> Cluster:
     """`gpus` and `nics` of a node: 1 TFLOP/s, 1 TB/s of memory, 1 GB/s a NIC, 10 GB/s a link."""
     gpu = GPU("test", 1e12, memory_bytes, 1e12, 1e10, ("assumed",))
     return Cluster("test", gpu, gpus, nics or gpus, 1e9, nodes)

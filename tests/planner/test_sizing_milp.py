@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import HealthCheck, given, settings
-from sizing_cases import cluster_of, costs_of, problem_of, sizing_problems
+from sizing_cases import sizing_problems
 
 from disagmoe_compile.planner import sizing_milp
 from disagmoe_compile.planner.exhaustive import ranked
