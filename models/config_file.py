@@ -3,6 +3,8 @@
     config.json ──text part──> sizes ──────────────────────────────> ModelSpec
                           └──> one (context, experts?) a layer ──┘
 
+Of a model with several parts the language model is meant; what its towers cost is not in the spec.
+
 A config does not say everything: `_NOT_IN_CONFIGS` holds what a family's code does whatever its config says. What has no closed
 form (state-space layers, indexed attention, ...) is refused by name: such a model is to be traced instead.
 """
@@ -45,6 +47,8 @@ _NO_PLAIN_EXPERTS: Mapping[str, str] = {
     "jetmoe": "its attention has experts too",
 }
 
+_BLOCKS = ("attn_config", "ffn_config")
+
 _CONTEXTS: Mapping[str, Context] = {
     "full_attention": Context.FULL,
     "attention": Context.FULL,
@@ -82,7 +86,7 @@ def load_config_file(path: Path) -> ModelSpec:
 def spec_from_config(document: object, *, name: str) -> ModelSpec:
     """From the parsed JSON of a config.json. Raises InputError."""
     config = _text_part(document)
-    expert_hidden = _size(config, "expert_hidden", "intermediate_size")
+    expert_hidden = _size(config, "expert_hidden", "intermediate_size", "ffn_hidden_size")
     layers = _layers(config)
     main = _attention(config)
     return ModelSpec(
@@ -113,19 +117,15 @@ def spec_from_config(document: object, *, name: str) -> ModelSpec:
 
 
 def _text_part(document: object) -> Config:
-    """The part that describes the language model, with what its family's code adds."""
+    """The part that has experts, its blocks of fields opened (DBRX), with what its family's code adds."""
     if not isinstance(document, dict):
         raise InputError(f"expected a JSON object with the fields of a config, got {type(document).__name__}")
-    inner = document.get("text_config")
-    config = (
-        {"tie_word_embeddings": document.get("tie_word_embeddings"), **inner}
-        if isinstance(inner, dict)
-        else document
-    )
-    if not any(config.get(alias) for alias in ALIASES["num_experts"]):
+    found = _part_with_experts(document)
+    if found is None:
         raise InputError(
             f"no experts: none of {', '.join(ALIASES['num_experts'])} is set; this is no mixture-of-experts model"
         )
+    config = {"tie_word_embeddings": document.get("tie_word_embeddings"), **found}
     family = str(config.get("model_type"))
     if family in _NO_PLAIN_EXPERTS:
         raise InputError(
@@ -135,6 +135,16 @@ def _text_part(document: object) -> Config:
         if config.get(field):
             raise InputError(f"layers with {field!r} have no closed form here; trace the model instead")
     return {**_NOT_IN_CONFIGS.get(family, {}), **config}
+
+
+def _part_with_experts(config: Config) -> dict[str, Any] | None:
+    """The config or, of a model with several parts, that of the language model, which may lie deeper."""
+    blocks = [block for name in _BLOCKS if isinstance(block := config.get(name), dict)]
+    opened = {name: value for fields in (config, *blocks) for name, value in fields.items()}
+    if any(opened.get(alias) for alias in ALIASES["num_experts"]):
+        return opened
+    inner = (_part_with_experts(part) for part in config.values() if isinstance(part, dict))
+    return next((part for part in inner if part is not None), None)
 
 
 def _size(config: Config, common: str, *more: str, default: int | None = None) -> int:
@@ -185,7 +195,7 @@ def _attention(config: Config) -> AttentionSpec:
             v_head_dim=_size(config, "v_head_dim"),
             norm_elements=q_lora + kv_lora,
         )
-    kv_heads = _size(config, "n_kv_heads", default=heads)
+    kv_heads = _size(config, "n_kv_heads", "kv_n_heads", default=heads)
     head_dim = _size(config, "head_dim", default=0) or _size(config, "hidden_size") // heads
     uses_norm = config.get("qk_norm") or ("a_head" if config.get("use_qk_norm") else None)
     norm_heads = {"a_head": 2, "all_heads": heads + kv_heads}.get(str(uses_norm), 0)

@@ -112,6 +112,22 @@ def test_layers_without_a_closed_form_are_refused_not_guessed(change: dict[str, 
 def test_the_text_part_of_a_model_with_several_parts_is_meant() -> None:
     nested = spec_from_config({"text_config": SMALL, "tie_word_embeddings": True}, name="m")
     assert nested.hidden == 64 and nested.tied_embeddings
+    deeper = {"vision_config": {"hidden_size": 8}, "thinker_config": {"text_config": SMALL}}
+    assert spec_from_config(deeper, name="m").hidden == 64
+
+
+def test_blocks_of_fields_are_opened() -> None:
+    block = {"moe_num_experts": 4, "moe_top_k": 2, "ffn_hidden_size": 48}
+    whole = {
+        "d_model": 64,
+        "n_layers": 2,
+        "n_heads": 4,
+        "vocab_size": 99,
+        "attn_config": {"kv_n_heads": 2},
+        "ffn_config": block,
+    }
+    spec = spec_from_config(whole, name="m")
+    assert (spec.num_experts, spec.top_k, spec.expert_hidden, spec.attention.kv_heads) == (4, 2, 48, 2)
 
 
 def test_kinds_of_attention() -> None:
