@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from disagmoe_compile.cli import clusters, doctor, inspect, models, plan, simulate, train
+from disagmoe_compile.cli import clusters, doctor, families, inspect, models, plan, simulate, train
 from disagmoe_compile.cli.output import report
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.command("doctor")(doctor.doctor)
 app.command("models")(models.models)
+app.command("families")(families.families)
 app.command("clusters")(clusters.clusters)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
