@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+CommandLine = Callable[..., tuple[int, str, str]]
 
 MODEL = """
 import torch
@@ -47,9 +50,9 @@ def test_a_users_file_is_inspected_as_json_with_dumps_and_diffs(tmp_path: Path) 
     assert {"name", "matched", "skipped", "added", "removed"} <= set(document["passes"][0])
 
 
-def test_a_bad_source_is_one_line(tmp_path: Path) -> None:
-    result = _inspect(f"{tmp_path}/none.py:factory")
-    assert result.returncode == 2
-    (line,) = [text for text in result.stderr.splitlines() if text]
+def test_a_bad_source_is_one_line(disagmoe: CommandLine, tmp_path: Path) -> None:
+    status, _, err = disagmoe("inspect", f"{tmp_path}/none.py:factory")
+    assert status == 2
+    (line,) = [text for text in err.splitlines() if text]
     assert line.startswith("disagmoe: error: ")
     assert "no such file" in line

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from disagmoe_compile.plan.serialize import load
 pytest.importorskip("transformers")
 
 STEPS = 3
+CommandLine = Callable[..., tuple[int, str, str]]
 
 
 def _disagmoe(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -87,22 +89,25 @@ def test_the_graph_after_every_pass_is_kept(trained: tuple[dict[str, Any], RunFo
         (("hf:qwen3_moe", "--plan", "/no/such/plan.json"), "cannot read plan file"),
     ],
 )
-def test_bad_input_is_one_line_and_status_two(arguments: tuple[str, ...], message: str) -> None:
-    result = _disagmoe("train", *arguments)
-    assert result.returncode == 2
-    assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
+def test_bad_input_is_one_line_and_status_two(
+    disagmoe: CommandLine, arguments: tuple[str, ...], message: str
+) -> None:
+    status, out, err = disagmoe("train", *arguments)
+    assert (status, out) == (2, "")
+    (line,) = err.splitlines()
     assert line.startswith("disagmoe: error: ")
     assert message in line
 
 
-def test_a_port_in_use_is_one_line_and_nothing_starts(tmp_path: Path) -> None:
+def test_a_port_in_use_is_one_line_and_nothing_starts(disagmoe: CommandLine, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         folder = tmp_path / "run"
-        result = _disagmoe("train", "hf:qwen3_moe", "--master-port", str(port), "--output-dir", str(folder))
-    assert result.returncode == 2
-    assert result.stderr.startswith(f"disagmoe: error: port {port} cannot be used")
+        status, _, err = disagmoe(
+            "train", "hf:qwen3_moe", "--master-port", str(port), "--output-dir", str(folder)
+        )
+    assert status == 2
+    assert err.startswith(f"disagmoe: error: port {port} cannot be used")
     assert not folder.exists()
