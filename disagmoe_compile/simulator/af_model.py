@@ -17,6 +17,7 @@ from typing import Any
 
 from disagmoe_compile.errors import InputError
 from disagmoe_compile.passes.schedule.af_pipe import af_pipe
+from disagmoe_compile.passes.schedule.list_schedule import Rehearsal, list_schedule
 from disagmoe_compile.passes.schedule.lower import lower_lists
 from disagmoe_compile.plan.action import ActionKind
 from disagmoe_compile.plan.ir import Direction, Schedule, Transfer, TransferKind
@@ -27,7 +28,6 @@ from disagmoe_compile.planner.step_costs import Dedup, ModelCosts, exchange_byte
 from disagmoe_compile.simulator.assumptions import Assumptions
 from disagmoe_compile.simulator.engine import Leg
 from disagmoe_compile.simulator.program import Program, Queueing
-from disagmoe_compile.simulator.sharing import Link
 from disagmoe_compile.simulator.stage_times import Speed, StageSeconds, effective_ranks
 
 GRADIENT_BYTES = 2
@@ -35,7 +35,9 @@ GRADIENT_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class AFChoice:
-    """What the planner decides. `in_flight`: micro-batches that go through the stages together (None: the generator's default)."""
+    """What the planner decides. `order`: `rounds` as `passes/schedule/af_pipe.py` makes them, of `in_flight` micro-batches (twice
+    as many are between first and last action; None: its default), or `list` as `list_schedule.py`, of at most `in_flight` in all.
+    """
 
     pipeline_groups: int
     attention_group_size: int
@@ -48,6 +50,11 @@ class AFChoice:
     recompute_ffn: bool = False
     in_flight: int | None = None
     split_weight_gradient: bool = True
+    order: str = "rounds"
+
+    def __post_init__(self) -> None:
+        if self.order not in ("rounds", "list"):
+            raise InputError(f"order must be rounds or list, got {self.order!r}")
 
     @property
     def gpus(self) -> int:
@@ -77,13 +84,14 @@ class AFChoice:
                 for role, on in (("attention", self.recompute_attention), ("ffn", self.recompute_ffn))
                 if on
             ],
+            "order": self.order,
             "in_flight": self.in_flight,
         }
 
 
 @dataclass(frozen=True, slots=True)
 class AFModel:
-    """A model, a cluster and a choice. Raises InputError where there are more groups than boundaries or FFN ranks than experts."""
+    """A model, a cluster and a choice. Raises InputError where a group would have no stage or an FFN rank no expert."""
 
     model: ModelCosts
     cluster: Cluster
@@ -136,6 +144,13 @@ class AFModel:
 
     def schedule(self) -> Schedule:
         """Compute-only."""
+        if self.choice.order == "list":
+            nics = [rate for (_, what), rate in self.links().items() if what != "link"]
+            rehearsal = Rehearsal(self.action_seconds(), self.exchange()[0] / min(nics))
+            in_flight = self.choice.in_flight or 4 * self.choice.pipeline_groups
+            return list_schedule(
+                self.topology, self.choice.n_microbatches, in_flight=in_flight, rehearsal=rehearsal
+            )
         return af_pipe(
             self.topology,
             self.choice.n_microbatches,
@@ -159,7 +174,7 @@ class AFModel:
             transfers=transfers,
             seconds=self.action_seconds(),
             messages={t.name: self.legs(t) for t in transfers},
-            links=self.links(),
+            links=dict(self.links()),
             latency=self.assumptions.message_latency_s,
             overhead=self.assumptions.launch_s,
             queueing=queueing,
@@ -197,9 +212,10 @@ class AFModel:
 
     # Communication
 
-    def links(self) -> dict[Link, float]:
+    def links(self) -> dict[tuple[str, str], float]:
         """Bytes/s of each group's ranks together."""
-        speed, found = Speed(self.cluster), {}
+        speed = Speed(self.cluster)
+        found: dict[tuple[str, str], float] = {}
         for group in self.topology.groups:
             size = len(self.topology.ranks_of_group(group))
             found[_link(group, "nic out")] = found[_link(group, "nic in")] = size * speed.nic
@@ -286,5 +302,5 @@ class AFModel:
         return sizes
 
 
-def _link(group: Group, what: str) -> Link:
+def _link(group: Group, what: str) -> tuple[str, str]:
     return (str(group), what)

@@ -10,14 +10,15 @@ The bound is the largest of these. It knows data dependencies alone: no list ord
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
 from disagmoe_compile.plan.action import COMPUTE_KINDS, ActionKind
-from disagmoe_compile.plan.ir import Direction
-from disagmoe_compile.plan.steps import BACKWARD_INPUTS, parts_of
+from disagmoe_compile.plan.ir import Direction, Transfer
+from disagmoe_compile.plan.steps import BACKWARD_INPUTS, BACKWARD_WEIGHTS, parts_of
 from disagmoe_compile.plan.transfers import Routes
+from disagmoe_compile.simulator.engine import Leg
 from disagmoe_compile.simulator.program import Program
 from disagmoe_compile.simulator.sharing import Link, Number
 
@@ -106,22 +107,46 @@ class _Work:
         for name, transfer in self.routes.by_name.items():
             sources = list(self._of(computes, transfer.src, transfer.direction))
             targets = list(self._of(computes, transfer.dst, transfer.direction))
-            if transfer.src == transfer.dst or not sources or not targets:
+            if transfer.src == transfer.dst:
+                self._add_reduction(transfer, computes)
+                continue
+            if not sources or not targets:
                 continue
             node: Node = ("message", name)
             legs = self.program.messages.get(name, ())
-            alone = [leg.amount / min(self.program.links[x] for x in leg.links) for leg in legs if leg.amount]
-            self.length[node] = max(alone, default=0) + self.program.latency
+            self.length[node] = self._alone(legs)
             self.needs[node] = sources
             for target in targets:
                 self.needs[target].append(node)
-            count = computes[sources[0][1]][1]  # type: ignore[index]
-            for leg in legs:
-                for link in leg.links:
-                    if leg.amount:
-                        resource = f"link {_text(link)}"
-                        self.busy[resource] += count * leg.amount / self.program.links[link]
-                        self.nodes_of[resource].append(node)
+            self._load_links(node, legs, computes[sources[0][1]][1])  # type: ignore[index]
+
+    def _add_reduction(
+        self, transfer: Transfer, computes: dict[tuple[ActionKind, int], tuple[str, int]]
+    ) -> None:
+        """The sum of a stage's gradients over replicas, once a step, after its last weight gradient."""
+        sources: list[Node] = [
+            ("compute", (k, transfer.src)) for k in BACKWARD_WEIGHTS if (k, transfer.src) in computes
+        ]
+        legs = self.program.messages.get(transfer.name, ())
+        if sources and legs:
+            node: Node = ("message", transfer.name)
+            self.length[node] = self._alone(legs)
+            self.needs[node] = sources
+            self._load_links(node, legs, 1)
+
+    def _alone(self, legs: Sequence[Leg]) -> Number:
+        """The least that a message takes."""
+        links = self.program.links
+        alone = [leg.amount / min(links[link] for link in leg.links) for leg in legs if leg.amount]
+        return max(alone, default=0) + self.program.latency
+
+    def _load_links(self, node: Node, legs: Sequence[Leg], count: int) -> None:
+        for leg in legs:
+            for link in leg.links:
+                if leg.amount:
+                    resource = f"link {_text(link)}"
+                    self.busy[resource] += count * leg.amount / self.program.links[link]
+                    self.nodes_of[resource].append(node)
 
     @staticmethod
     def _of(

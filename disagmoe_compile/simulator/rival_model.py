@@ -6,13 +6,13 @@ AF-Pipe (2b attention, 2b + 1 experts), with the transfers of the same names; al
 
     megatron_1f1b    interleaved 1F1B; a chunk is A F A F ... in turn, and each all-to-all holds it up
     tutel            the same, tokens in `degree` parts: experts of one part run while others travel
-    comet            the same, in parts so small that they cost no efficiency (16), as one fused kernel
+    comet            the same, 8 parts that cost no efficiency and no launch: one fused kernel
     dualpipe         the forward of one micro-batch beside the backward of another, stage by stage; each all-to-all of one hides
                      behind a stage of the other. p = 1: forward of the next beside backward of this one
     dualpipe_ideal   the same with messages that take no time, or what its busiest link needs, whichever is longer
 
-In favour of the rivals: a message to the next pipeline rank travels beside the combine that feeds it, not after it; Comet's kernel
-loses nothing to sharing the GPU's cores with communication; an EP group that fits a node uses its links alone.
+In favour of the rivals: a message to the next pipeline rank travels beside the combine that feeds it, not after it; Comet's
+kernel loses nothing to sharing the GPU's cores with communication; an EP group that fits a node uses its links alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from disagmoe_compile.simulator.sharing import Link
 from disagmoe_compile.simulator.stage_times import Speed, StageSeconds, effective_ranks
 
 RIVALS = ("megatron_1f1b", "tutel", "comet", "dualpipe", "dualpipe_ideal")
-COMET_PARTS = 16
+COMET_PARTS = 8
 GRADIENT_BYTES = 2
 
 
@@ -156,7 +156,7 @@ class RivalModel:
         return Schedule(choice.system, lowered=False, actions=actions)
 
     def _expanded(self, action: Action) -> Iterator[Action]:
-        """A chunk's forward as its stages in order, its backward in reverse; a pair in turn, so that each hides the other's messages."""
+        """A chunk's forward as its stages in order, its backward in reverse; a pair in turn, each to hide the other's messages."""
         if not action.parts:
             yield from self._stages_of(action)
             return

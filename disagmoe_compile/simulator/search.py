@@ -1,7 +1,7 @@
-"""The best choice of each system for a model, a cluster and a batch: estimate many, simulate the most promising, keep the fastest.
+"""The best choice of each system for a model, a cluster and a batch: estimate many, simulate the most promising.
 
-No comparison is made before each side has its best sizes. The estimate only ranks: it is the load of the busiest resource, times the
-pipeline's fill; what is reported is simulated. A choice that does not fit in memory is not taken, unless none fits.
+No comparison is made before each side has its best sizes. The estimate only ranks: it is the load of the busiest resource, times
+the pipeline's fill; what is reported is simulated. A choice that does not fit in memory is not taken, unless none fits.
 
     every system   micro-batch size, recompute, de-duplication as given
     AF-Pipe        groups p, their sizes (M, N), micro-batches in flight, side of the shared experts
@@ -11,7 +11,7 @@ pipeline's fill; what is reported is simulated. A choice that does not fit in me
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from disagmoe_compile.errors import InputError
@@ -135,15 +135,16 @@ def _af_models(setting: Setting) -> Iterator[AFModel]:
                 n = setting.sequences // ((pair - ffn) * size)
                 if n < 1:
                     continue
-                for q in (
-                    sorted({1, p, 2 * p, 4 * p, 8 * p}) if setting.in_flight is None else (setting.in_flight,)
-                ):
-                    if 2 * q - 1 > n and q != 1:
+                limits = {2, p + 1, 2 * p, 3 * p, 4 * p, 6 * p, 8 * p}
+                for q in sorted(limits) if setting.in_flight is None else (setting.in_flight,):
+                    if q > max(n, 2):
                         continue
                     for side in sides:
                         for a, f in ((False, False), (False, True), (True, True)):
                             if setting.recompute in (None, a or f):
-                                choice = AFChoice(p, pair - ffn, ffn, size, n, setting.dedup, side, a, f, q)
+                                choice = AFChoice(
+                                    p, pair - ffn, ffn, size, n, setting.dedup, side, a, f, q, order="list"
+                                )
                                 yield AFModel(model, setting.cluster, choice, setting.assumptions)
 
 
@@ -164,20 +165,20 @@ def _af_estimate(af: AFModel) -> Estimate:
         n * layers * out,
         n * layers * back,
     )
-    q = choice.in_flight or 4 * p
-    trip = attention.forward + experts.forward + out + back
-    stall = max(1.0, p * trip / (q * max(loads) / (n * layers)))
+    q = min(choice.in_flight or 4 * p, n)
+    trip = attention.forward + attention.backward + experts.forward + experts.backward + 2 * out
+    stall = max(1.0, p * trip / (q * max(loads) / (n * layers))) * (1 + 0.1 * 2 * p / q)
     step = max(loads) * (1 + 2 * (2 * p - 1) / (n * layers)) * stall
     state = af_state_bytes(af, True)
     kept = af.activation_bytes()
+    full = replace(choice, recompute_attention=False, recompute_ffn=False)
+    worked_on = AFModel(model, af.cluster, full).activation_bytes() if choice.recompute_ffn else kept
     held = {
-        role: state[role] + (layers + 1) * min(2 * q, n) / 2 * 1.1 * kept[stage] + 2 * (n > 1) * kept[stage]
+        role: state[role] + q * -(-model.n_boundaries // p) * kept[stage] + worked_on[stage]
         for role, stage in (("attention", 0), ("ffn", 1))
     }
-    return Estimate(
-        choice.sequences * model.seq_length / step,
-        max(held.values()) <= af.cluster.gpu.memory_bytes * USABLE_MEMORY,
-    )
+    tokens_per_s = choice.sequences * model.seq_length / step
+    return Estimate(tokens_per_s, max(held.values()) <= af.cluster.gpu.memory_bytes * USABLE_MEMORY)
 
 
 # Rivals
@@ -222,7 +223,9 @@ def _rival_estimate(rival: RivalModel) -> Estimate:
         layer = a + f + moved
     head = rival.stage_seconds(model.n_boundaries * rival.width)
     last = head.forward + head.backward
-    fill = (p / 2 - 1) * 0.6 if rival.is_dual and p > 1 else (p - 1) / v
+    fill = (p - 1) / v
+    if rival.is_dual:  # the first forwards and the last backwards have nothing to hide behind
+        fill = (p / 2 - 1) * 0.6 + p / 2 * moved / layer if p > 1 else moved / layer
     per_rank = max(layer * -(-model.n_boundaries // (p * v)) * v, layer * model.n_boundaries / p + last)
     step = per_rank * (n + max(fill, 0))
     kept = rival.activation_bytes()

@@ -3,8 +3,8 @@
     seconds = (FLOPs outside the attention core) / (peak x gemm) + (FLOPs of the core) / (peak x attention_core)
 
 A weight gradient takes what the forward's matmuls take (the core has no weights); the input gradient is the rest of the backward,
-and with recompute another forward before it. Routed experts run at the speed of a grouped matmul with their number of rows, and the
-rank with most experts sets the pace.
+and with recompute another forward before it. Routed experts run at the speed of a grouped matmul with their number of rows, and
+the rank with most experts sets the pace.
 """
 
 from __future__ import annotations
