@@ -24,6 +24,12 @@ _RANKS_IMPORT = (
 )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start ranks come first: they take longest, and a worker that gets one at the end keeps all others waiting."""
+    starts_ranks = {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}
+    items.sort(key=lambda item: item.path not in starts_ranks)
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[GlooPool]:
     """Up to eight gloo ranks for the whole session; only those that a test needs are started."""
