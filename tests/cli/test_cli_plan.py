@@ -79,6 +79,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, disagmoe: CommandLi
     assert status == 2 and "none.json" in err and "No such file" in err
 
 
-def test_flags_of_the_full_planner_are_not_accepted_yet(disagmoe: CommandLine) -> None:
-    status, _, err = disagmoe("plan", "--model", "deepseek-moe")
+def test_a_problem_and_a_model_do_not_go_together(tmp_path: Path, disagmoe: CommandLine) -> None:
+    status, _, err = disagmoe("plan", "--problem", written(tmp_path, PROBLEM), "--model", "deepseek-moe")
     assert status == 2 and "--model" in err
