@@ -254,11 +254,11 @@ class Addend:
     def _product(self, node: fx.Node) -> fx.Node | None:
         """Rows times a matrix of the expert, in the type that autocast chose."""
         if is_call(node, "linear"):
-            rows, others = node.args[0], (argument(node, 1, "weight"), argument(node, 2, "bias"))
+            rows, others = node.args[0], [argument(node, 1, "weight"), argument(node, 2, "bias")]
         elif is_call(node, "matmul", "mm"):
-            rows, others = node.args[0], (argument(node, 1, "other", argument(node, 1, "mat2")),)
+            rows, others = node.args[0], [argument(node, 1, "other", argument(node, 1, "mat2"))]
         elif is_call(node, "addmm") and not node.kwargs and len(node.args) == 3:
-            rows, others = node.args[1], (node.args[2], node.args[0])
+            rows, others = node.args[1], [node.args[2], node.args[0]]
         else:
             return None
         if any(not (other is None or self._is_parameter(other)) for other in others):

@@ -41,6 +41,18 @@ def test_accumulation_becomes_a_value():
     torch.testing.assert_close(actual, eager)
 
 
+def test_rows_added_at_an_index_become_a_value():
+    def function(x0, x1):
+        total = torch.zeros_like(x0)
+        for index in (torch.tensor([0, 2]), torch.tensor([1])):
+            total[index] += x1[index]
+        return total.relu()
+
+    graph_module, report, eager, actual = deinplaced(function, torch.randn(3, 4), torch.randn(3, 4))
+    assert report.skipped == () and writers(graph_module) == []
+    torch.testing.assert_close(actual, eager)
+
+
 def test_view_read_after_the_write_keeps_the_write():
     def function(x0, x1):
         total = x0 * 2
