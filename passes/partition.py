@@ -106,15 +106,14 @@ class _Splitter:
 
     def reject_shared_parameters(self) -> None:
         inside = {*self.experts, *(param for node in self.experts for param in node.args[4:])}
-        for node in placeholders(self.graph):
-            users = {user in inside for user in node.users}
+        held = dict.fromkeys(param for node in self.experts for param in _parameters(node))
+        for node in held:
+            outside = [user for user in node.users if user not in inside or node in user.args[:4]]
             source = source_of(node)
-            if len(users) == 2 and source is not None:
-                reader = next(user for user in node.users if user not in inside)
+            if outside and source is not None:
                 raise UnsupportedModelError(
-                    f"parameter `{source.name}` is used by experts and, at {describe(reader)}, by "
-                    "attention; it can live on one side "
-                    "only. Give each side a parameter of its own"
+                    f"{source.kind} `{source.name}` is used by experts and, at {describe(outside[0])}, by "
+                    "attention; it can live on one side only. Give each side a parameter of its own"
                 )
 
     # -- parts, last first

@@ -22,7 +22,6 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from disagmoe_compile.backend.costs import Sizes, core_flops, example, flop_counter, tokens_of
 from disagmoe_compile.passes.program import (
     AttentionProgram,
     ExpertsProgram,
@@ -31,6 +30,7 @@ from disagmoe_compile.passes.program import (
     StageInput,
     bind,
 )
+from disagmoe_compile.passes.stage_flops import Sizes, core_flops, example, flop_counter, tokens_of
 from disagmoe_compile.planner.step_costs import ComponentCosts, CostSet, ModelCosts
 
 _STATE = (InputKind.PARAMETER, InputKind.BUFFER)

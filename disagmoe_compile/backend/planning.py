@@ -10,12 +10,6 @@ from dataclasses import replace
 import sympy
 import torch
 
-from disagmoe_compile.backend.costs import (
-    activation_bytes,
-    attention_flops,
-    expert_flops,
-    tokens_of,
-)
 from disagmoe_compile.backend.model_costs import traced_costs
 from disagmoe_compile.backend.sizing_file import with_sizing
 from disagmoe_compile.config import Options
@@ -32,6 +26,12 @@ from disagmoe_compile.passes.schedule.af_pipe import af_pipe
 from disagmoe_compile.passes.schedule.forward_only import forward_only
 from disagmoe_compile.passes.schedule.gpipe import gpipe
 from disagmoe_compile.passes.schedule.lower import lower
+from disagmoe_compile.passes.stage_flops import (
+    activation_bytes,
+    attention_flops,
+    expert_flops,
+    tokens_of,
+)
 from disagmoe_compile.plan.completeness import peak_residency
 from disagmoe_compile.plan.files import load_plan
 from disagmoe_compile.plan.ir import Plan, Stage, TensorSpec, Workload

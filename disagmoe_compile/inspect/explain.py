@@ -7,6 +7,7 @@ on one rank.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -30,6 +31,7 @@ from disagmoe_compile.passes.program import (
     StageInput,
     bind,
 )
+from disagmoe_compile.passes.stage_flops import attention_flops, expert_flops
 from disagmoe_compile.plan.ir import TensorSpec, Transfer
 from disagmoe_compile.plan.topology import Topology
 from disagmoe_compile.plan.transfers import BoundarySizes, build_transfers
@@ -46,7 +48,9 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class StageInfo:
-    """`nodes` counts operations of the forward graph; `params` are fully qualified names."""
+    """`nodes` counts operations of the forward graph; `params` are fully qualified names. FLOPs are of the stage's forward on the
+    example call (experts: of all routed pairs), counted by torch's flop counter.
+    """
 
     name: str
     role: str
@@ -55,6 +59,8 @@ class StageInfo:
     params: tuple[str, ...]
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
+    forward_flops: int
+    param_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +221,8 @@ def _attention_stage(program: AttentionProgram, sizes: Sizes) -> StageInfo:
         outputs=tuple(
             _tensor(name, o.shape, o.dtype, sizes) for name, o in zip(_output_names(program), program.outputs)
         ),
+        forward_flops=attention_flops(program, sizes),
+        param_bytes=_parameter_bytes(program.inputs, sizes),
     )
 
 
@@ -254,6 +262,8 @@ def _expert_stage(program: ExpertsProgram, before: AttentionProgram, sizes: Size
             _tensor("weights", (pairs,), program.weight_dtype, sizes),
         ),
         outputs=(_tensor("rows", (pairs, program.out_features), program.out_dtype, sizes),),
+        forward_flops=expert_flops(program, _tokens(before, sizes)),
+        param_bytes=_parameter_bytes(program.param_inputs, sizes),
     )
 
 
@@ -330,6 +340,11 @@ def _operations(module: fx.GraphModule) -> int:
 
 def _parameters(inputs: Sequence[StageInput]) -> tuple[str, ...]:
     return tuple(i.name for i in inputs if i.kind is InputKind.PARAMETER)
+
+
+def _parameter_bytes(inputs: Sequence[StageInput], sizes: Sizes) -> int:
+    kept = [i for i in inputs if i.kind is InputKind.PARAMETER and i.dtype is not None]
+    return sum(math.prod(bind(i.shape, sizes)) * i.dtype.itemsize for i in kept if i.dtype is not None)
 
 
 def _tensor(name: str, shape: tuple[Dim, ...], dtype: torch.dtype | None, sizes: Sizes) -> TensorInfo:

@@ -31,6 +31,7 @@ def renderables(explanation: Explanation) -> Iterator[RenderableType]:
         yield f"graph break at {one.where}: {one.reason}"
     if explanation.stages:
         yield _stages(explanation)
+        yield _interfaces(explanation)
     if explanation.transfers:
         yield _transfers(explanation)
     yield _experts(explanation)
@@ -39,16 +40,28 @@ def renderables(explanation: Explanation) -> Iterator[RenderableType]:
 
 
 def _stages(explanation: Explanation) -> Table:
-    table = _table("Stages", "stage", "layers", "operations", "parameters", "inputs", "outputs")
+    table = _table(
+        "Stages", "stage", "role", "layers", "operations", "forward MFLOPs", "parameters", "parameter bytes"
+    )
+    for column in table.columns[3:]:
+        column.justify = "right"
     for stage in explanation.stages:
         table.add_row(
             stage.name,
+            stage.role,
             ",".join(map(str, stage.layers)) or "-",
             str(stage.nodes),
+            f"{stage.forward_flops / 1e6:,.2f}",
             str(len(stage.params)),
-            _tensors(stage.inputs),
-            _tensors(stage.outputs),
+            f"{stage.param_bytes:,}",
         )
+    return table
+
+
+def _interfaces(explanation: Explanation) -> Table:
+    table = _table("What enters and leaves", "stage", "inputs", "outputs")
+    for stage in explanation.stages:
+        table.add_row(stage.name, _tensors(stage.inputs), _tensors(stage.outputs))
     return table
 
 

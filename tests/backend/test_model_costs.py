@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from disagmoe_compile.backend.costs import core_flops, flop_counter
 from disagmoe_compile.backend.model_costs import traced_costs
 from disagmoe_compile.models.config_file import spec_from_config
 from disagmoe_compile.models.hf import build
+from disagmoe_compile.passes.stage_flops import core_flops, flop_counter
 from disagmoe_compile.planner.step_costs import ModelCosts, model_costs
 from disagmoe_compile.testing.virtual import capture_call
 
