@@ -110,9 +110,8 @@ def effect_edges(graph: fx.Graph, roots: Mapping[fx.Node, fx.Node]) -> dict[fx.N
     return edges
 
 
-def remove_dead(graph: fx.Graph) -> int:
-    """Erases every node that neither the output nor the storage of an input depends on, through data, effects or modes. Returns
-    how many."""
+def live_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Every node that the output or the storage of an input depends on, through data, effects or modes."""
     roots = storage_roots(graph)
     edges = effect_edges(graph, roots)
     blocks = transform_blocks(graph)
@@ -129,6 +128,12 @@ def remove_dead(graph: fx.Graph) -> int:
             pending += node.all_input_nodes
             pending += edges[node]
             pending += blocks.get(node, ())
+    return live
+
+
+def remove_dead(graph: fx.Graph) -> int:
+    """Erases every node that is not live. Returns how many."""
+    live = live_nodes(graph)
     dead = [node for node in graph.nodes if node not in live and node.op != "placeholder"]
     for node in reversed(dead):
         graph.erase_node(node)

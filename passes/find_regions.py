@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from disagmoe_compile.passes.aliasing import live_nodes
 from disagmoe_compile.passes.base import PassReport
 from disagmoe_compile.passes.contract import Capability
 from disagmoe_compile.passes.metadata import describe, is_call, is_tensor, value
@@ -20,6 +21,7 @@ from disagmoe_compile.passes.styles.gathered import Gathered
 from disagmoe_compile.passes.styles.grouped_mm import GroupedMM
 from disagmoe_compile.passes.styles.masked_dense import MaskedDense
 from disagmoe_compile.passes.styles.slot_regions import SlotRegions
+from disagmoe_compile.passes.styles.writes import late_write
 
 STYLES: tuple[Style, ...] = (GroupedMM(), Gathered(), MaskedDense(), SlotRegions(), ExpertLoop())
 
@@ -33,12 +35,21 @@ class FindRegions:
 
     def run(self, graph_module: fx.GraphModule) -> PassReport:
         graph, found, stopped = graph_module.graph, [], []
+        live = live_nodes(graph)
         claimed: set[fx.Node] = set()
         for style in self.styles:
             result = style.find(graph)
-            fitting = [region for region in result.regions if region.exit not in claimed]
-            for region in fitting:
-                claimed |= _computed_with_params(region)
+            fitting = []
+            for region in result.regions:
+                if region.exit in claimed or region.exit not in live:
+                    continue
+                computed = _computed_with_params(region)
+                claimed |= computed
+                late = late_write(graph, region, computed)
+                if late is None:
+                    fitting.append(region)
+                else:
+                    stopped.append(f"{style.name}: {late}")
             obstacles = [mode_obstacle(graph, _interior(region)) for region in fitting]
             found += [region for region, obstacle in zip(fitting, obstacles) if obstacle is None]
             stopped += [f"{style.name}: {reason}" for reason in result.stopped]

@@ -35,6 +35,7 @@ class _Match:
         self.function = PairFunction(graph, self._leaf, self.layout.sizes)
         self.tokens: fx.Node | None = None
         self.ids: fx.Node | None = None
+        self.ids_axes: Axes = ()
         self.weights: fx.Node | None = None
 
     def region(self) -> Region:
@@ -57,8 +58,8 @@ class _Match:
             ):
                 index = index.args[0]
         if (
-            self._base(index, pairs[:1]) is not self.ids
-            or rank_of(index) != 1
+            rank_of(index) != 1
+            or self._source(index, pairs[:1]) != self._source(self.ids, self.ids_axes)
             or shape(total)[0] != shape(self.tokens)[0]
         ):
             raise NoMatch(total, "it adds rows to other tokens than they came from")
@@ -69,7 +70,7 @@ class _Match:
             style="expert_choice",
             tokens=self.tokens,
             token_ids=token_ids,
-            expert_ids=expert_of_slots(self.graph, total, self.ids, self.layout),
+            expert_ids=expert_of_slots(self.graph, total, self.layout.rows, self.layout),
             weights=self.weights,
             params=tuple(self.function.params),
             function=self.function.finish(result),
@@ -105,18 +106,14 @@ class _Match:
             ids: fx.Node = node.args[1] if is_gather(node) else argument(node, 2, "index")  # type: ignore[assignment]
             if axes[-1] != ROW or rank_of(node.args[0]) != 2 or argument(node, 1, "dim", 0) not in (0, ids):  # type: ignore[arg-type]
                 raise NoMatch(node, "it does not gather tokens [T, D]")
-            self.tokens, self.ids = node.args[0], self._base(ids, axes[:-1])  # type: ignore[assignment]
+            self.tokens, self.ids, self.ids_axes = node.args[0], ids, axes[:-1]  # type: ignore[assignment]
             return self.function.rows
         return None
 
-    def _base(self, ids: fx.Node, axes: Axes) -> fx.Node | None:
-        """The ids laid out as the slots are, behind what only moves them; None where they are laid out otherwise."""
-        while axes != self.layout.axes:
-            source = moved(ids, axes, self.layout.sizes)
-            if source is None:
-                return None
-            ids, axes = source
-        return ids
+    def _source(self, ids: fx.Node, axes: Axes) -> tuple[fx.Node, Axes]:
+        """The ids before what only moves them, with their axes there."""
+        source = moved(ids, axes, self.layout.sizes)
+        return (ids, axes) if source is None else self._source(*source)
 
 
 def _adds_dimension(index: fx.Node) -> bool:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from disagmoe_compile.passes.aliasing import storage_roots, written
 from disagmoe_compile.passes.metadata import argument, is_call, is_tensor, rank_of, shape, target_name, value
 from disagmoe_compile.passes.program import Dim
 from disagmoe_compile.passes.regions import NoMatch
@@ -28,6 +27,7 @@ from disagmoe_compile.passes.styles.axes import ONE, ROW, Axes, broadcast, row_r
 from disagmoe_compile.passes.styles.moves import moved, permutation
 from disagmoe_compile.passes.styles.products import Letter, Product, Term, read_product
 from disagmoe_compile.passes.styles.rowwise import POINTWISE
+from disagmoe_compile.passes.styles.writes import writers
 
 # Along dimensions of rows only: name -> (position of the argument `dim`, its default).
 _ALONG_ROWS = {
@@ -60,7 +60,7 @@ class PairFunction:
         self.params: list[fx.Node] = []
         self.sizes = sizes
         self._leaf = leaf
-        self._writers = _writers(graph)
+        self._writers = writers(graph)
         self._rows = self.graph.placeholder("rows")
         self._weight = self._last_placeholder = self.graph.placeholder("weight")
         self._placeholders: dict[fx.Node, fx.Node] = {}
@@ -360,6 +360,8 @@ class PairFunction:
         if not all(isinstance(d, int) for d in listed) or (keepdim and len(listed) != 1):
             raise NoMatch(node, "it may mix rows")
         gone = {d % rank for d in listed}
+        if not all(isinstance(shape(source)[d], int) for d in gone):
+            raise NoMatch(node, "it may mix rows")
         remaining = iter(axes)
         own = tuple(
             (next(remaining), ROW)[1] if keepdim and d in gone else ROW if d in gone else next(remaining)
@@ -382,10 +384,3 @@ class PairFunction:
         return self._like(
             converted, node.op, node.target, (converted.node, *node.args[1:]), dict(node.kwargs)
         )
-
-
-def _writers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """node -> a call that writes in place to its storage."""
-    roots = storage_roots(graph)
-    by_root = {roots[target]: node for node in graph.nodes if (target := written(node)) is not None}
-    return {node: by_root[root] for node, root in roots.items() if root in by_root}

@@ -17,6 +17,7 @@ from torch import fx
 
 from disagmoe_compile.passes.metadata import argument, is_tensor, rank_of, target_name, value
 from disagmoe_compile.passes.regions import NoMatch
+from disagmoe_compile.passes.styles.writes import writers
 
 POINTWISE = frozenset({
     "add", "sub", "mul", "div", "truediv", "floordiv", "true_divide", "neg", "pow", "exp", "exp2",
@@ -52,6 +53,7 @@ class RowFunction:
     _env: dict[fx.Node, fx.Node] = field(default_factory=dict)
     _param_placeholders: dict[fx.Node, fx.Node] = field(default_factory=dict)
     _count: int = 0
+    _writers: dict[fx.Node, fx.Node] | None = None
 
     def __post_init__(self) -> None:
         self.rows = self.graph.placeholder("rows")
@@ -83,8 +85,17 @@ class RowFunction:
         by row."""
         if node not in self._env:
             entered = self.leaf(node)
+            if entered is None and node in self._written(node.graph):
+                raise NoMatch(
+                    self._written(node.graph)[node], "it writes in place to a value inside the experts"
+                )
             self._env[node] = self._operation(node) if entered is None else entered
         return self._env[node]
+
+    def _written(self, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+        if self._writers is None:
+            self._writers = writers(graph)
+        return self._writers
 
     def finish(self, result: fx.Node) -> fx.GraphModule:
         """The function that returns `result`, one of its own nodes."""

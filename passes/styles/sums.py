@@ -12,6 +12,7 @@ from torch import fx
 
 from disagmoe_compile.passes.metadata import argument, is_call, is_tensor, rank_of, shape
 from disagmoe_compile.passes.program import Dim
+from disagmoe_compile.passes.regions import NoMatch
 from disagmoe_compile.passes.styles.axes import ROW, Axis, reshaped
 from disagmoe_compile.passes.styles.pair_function import Converted, PairFunction
 from disagmoe_compile.passes.styles.products import Letter, Product, Term, read_product
@@ -36,6 +37,8 @@ class PairSum:
         axes = (*token_axes, ROW)
         if self.computed is not self.node:
             axes = reshaped(self.node, axes, shape(self.node), shape(self.computed), function.sizes)
+        if len(axes) != len(self.product.letters):
+            raise NoMatch(self.node, "it sums to something else than rows of tokens")
         axis_of: dict[Letter, Axis] = dict(zip(self.product.letters, axes, strict=True))
         every = replace(self.product, letters=(*self.product.letters, self.pairs))
         result = function.product(self.computed, every, axis_of | {self.pairs: pair_axis})

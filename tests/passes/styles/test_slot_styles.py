@@ -1,0 +1,149 @@
+"""Experts with a buffer of slots: routed pairs alone where it is certain which is in which slot, else all slots; both exact."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from one_layer import EXPERTS, TOP_K, Layer, Routed, outcome, refusals
+from torch import Tensor
+
+CAPACITY = 5  # of 24 pairs for 3 experts: some are dropped
+
+
+def run_experts(m: Layer, slots: Tensor, hidden: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
+    return torch.bmm(hidden(torch.baddbmm(m.b1[:, None], slots, m.w1)), m.w2)
+
+
+def rank_of_pairs(ids: Tensor) -> Tensor:
+    """[T, k] how many pairs of the same expert come before, tokens first."""
+    mask = F.one_hot(ids.flatten(), EXPERTS)
+    return ((mask.cumsum(0) - 1) * mask).sum(-1).view(-1, TOP_K)
+
+
+def rank_by_choice(ids: Tensor) -> Tensor:
+    """The same with all first choices before the second ones."""
+    mask = F.one_hot(ids.t().flatten(), EXPERTS)
+    return (mask.cumsum(0) * mask).sum(-1).sub(1).view(TOP_K, -1).t()
+
+
+def rank_among_tokens(ids: Tensor) -> Tensor:
+    """Wrong: a first and a second choice of one expert may get the same number."""
+    mask = F.one_hot(ids, EXPERTS)
+    return ((mask.cumsum(0) - 1) * mask).sum(-1)
+
+
+def one_hot_masks(position: Callable[[Tensor], Tensor], flat: bool = False, weigh: str = "output") -> Routed:
+    def routed(m: Layer, x: Tensor, w: Tensor, ids: Tensor, _: Tensor) -> Tensor:
+        where = position(ids)
+        kept = where < CAPACITY
+        slot = F.one_hot(where.clamp(max=CAPACITY - 1), CAPACITY).float()
+        expert = F.one_hot(ids, EXPERTS) * kept.unsqueeze(-1)
+        dispatch = torch.einsum("tke,tkc->tec", expert.float(), slot)
+        combine = torch.einsum("tk,tke,tkc->tec", w, expert.float(), slot)
+        if weigh == "input":
+            dispatch, combine = combine, dispatch
+        out = run_experts(m, torch.einsum("tec,td->ecd", dispatch, x))
+        if flat:
+            return combine.flatten(1) @ out.flatten(0, 1)
+        return torch.einsum("tec,ecd->td", combine, out)
+
+    return routed
+
+
+def padded(
+    position: Callable[[Tensor], Tensor] = rank_of_pairs,
+    write_last: int = CAPACITY,
+    read_shift: int = 0,
+    masked: bool = True,
+    hidden: Callable[[Tensor], Tensor] = F.silu,
+) -> Routed:
+    def routed(m: Layer, x: Tensor, w: Tensor, ids: Tensor, _: Tensor) -> Tensor:
+        where = position(ids)
+        kept = where < CAPACITY
+        slots = x.new_zeros(EXPERTS, CAPACITY + 1, x.shape[-1])
+        slots[ids, where.clamp(max=write_last)] = x.unsqueeze(1).expand(-1, TOP_K, -1)
+        out = run_experts(m, slots[:, :CAPACITY], hidden)
+        rows = out[ids, (where + read_shift).clamp(max=CAPACITY - 1)]
+        return (rows * (w * kept if masked else w).unsqueeze(-1)).sum(1)
+
+    return routed
+
+
+def expert_choice(shift: int = 0, scatter: bool = False) -> Routed:
+    def routed(m: Layer, x: Tensor, w: Tensor, ids: Tensor, p: Tensor) -> Tensor:
+        weights, chosen = p.topk(4, dim=0)  # [C, E]
+        slots = x[chosen.t()]
+        rows = (run_experts(m, slots) * weights.t()[..., None]).flatten(0, 1)
+        index = (chosen.t().flatten() + shift) % x.shape[0] if shift else chosen.t().flatten()
+        if scatter:
+            return torch.zeros_like(x).scatter_add(0, index[:, None].expand(-1, x.shape[-1]), rows)
+        return torch.zeros_like(x).index_add(0, index, rows)
+
+    return routed
+
+
+CERTAIN = {
+    "one-hot masks": (one_hot_masks(rank_of_pairs), "capacity"),
+    "one-hot masks, first choices first": (one_hot_masks(rank_by_choice), "capacity"),
+    "one-hot masks, flattened combine": (one_hot_masks(rank_of_pairs, flat=True), "capacity"),
+    "padded": (padded(), "capacity"),
+    "padded, first choices first": (padded(rank_by_choice), "capacity"),
+    "expert choice": (expert_choice(), "expert_choice"),
+    "expert choice with scatter_add": (expert_choice(scatter=True), "expert_choice"),
+}
+
+
+@pytest.mark.parametrize("case", CERTAIN)
+def test_routed_pairs_alone_are_sent_where_their_slots_are_certain(case):
+    routed, style = CERTAIN[case]
+    found = outcome(routed)
+    assert found.styles == [style] and found.error < 1e-5, found
+
+
+UNCERTAIN = {
+    "positions among tokens only": (one_hot_masks(rank_among_tokens), "along some of the pairs only"),
+    "padded with positions among tokens only": (padded(rank_among_tokens), "along some of the pairs only"),
+    "read from other slots": (padded(read_shift=1), "does not count the pairs before"),
+    "dropped pairs overwrite the last slot": (padded(write_last=CAPACITY - 1), "overwrites the slot"),
+    "dropped pairs keep their weight": (padded(masked=False), "not certainly weighted with zero"),
+    "weights in the dispatch": (
+        one_hot_masks(rank_of_pairs, weigh="input"),
+        "weighted as they are dispatched",
+    ),
+    "expert choice added to other tokens": (expert_choice(shift=1), "other tokens than they came from"),
+}
+
+
+@pytest.mark.parametrize("case", UNCERTAIN)
+def test_all_slots_are_sent_where_it_is_not_certain_which_pair_is_where(case):
+    routed, reason = UNCERTAIN[case]
+    found = outcome(routed)
+    assert found.styles == ["slots"] and found.error < 1e-5, found
+    assert any(re.search(reason, line) and "test_slot_styles.py" in line for line in found.skipped), (
+        found.skipped
+    )
+
+
+@pytest.mark.parametrize(
+    ("hidden", "reason"),
+    [
+        (lambda h: h.softmax(1), "`softmax`.*may mix rows"),
+        (lambda h: h - h.mean(1, keepdim=True), "slots: "),
+        (lambda h: F.batch_norm(h.flatten(0, 1), None, None, training=True).view_as(h), "`batch_norm`"),
+    ],
+)
+def test_slots_that_interact_inside_an_expert_are_refused(hidden, reason):
+    skipped = refusals(padded(hidden=hidden))
+    assert any(re.search(reason, line) and "test_slot_styles.py" in line for line in skipped), skipped
+
+
+def test_a_projection_for_every_head_is_no_mixture_of_experts():
+    def routed(m, x, w, ids, _):
+        heads = x.unsqueeze(0).expand(EXPERTS, -1, -1) * torch.arange(1, EXPERTS + 1)[:, None, None]
+        return torch.bmm(torch.bmm(heads, m.w1), m.w2).mean(0)
+
+    refusals(routed)
