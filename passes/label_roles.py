@@ -102,7 +102,7 @@ def is_random(node: fx.Node) -> bool:
 
 def _reject_written_inputs(graph: fx.Graph, roots: Mapping[fx.Node, fx.Node]) -> None:
     for node in graph.nodes:
-        target = written(node)
+        target = written(node) or _running_statistics(node)
         if target is not None and roots[target].op == "placeholder":
             source = source_of(roots[target])
             kind, name = (source.kind, source.name) if source else ("input", roots[target].name)
@@ -111,6 +111,16 @@ def _reject_written_inputs(graph: fx.Graph, roots: Mapping[fx.Node, fx.Node]) ->
                 f"the model updates its {kind} `{name}` at {describe(node)}, which each micro-batch would do again on its own "
                 f"samples; {advice}"
             )
+
+
+def _running_statistics(node: fx.Node) -> fx.Node | None:
+    """The running mean that a normalisation in training updates besides what it returns."""
+    if not is_call(node, "batch_norm", "instance_norm") or not argument(
+        node, 5, "training", is_call(node, "instance_norm")
+    ):
+        return None
+    mean = argument(node, 1, "running_mean")
+    return mean if isinstance(mean, fx.Node) else None
 
 
 def _written_storages(graph: fx.Graph, roots: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, list[fx.Node]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from capturing import capture_model
 from torch import Tensor, nn
 
@@ -65,4 +66,26 @@ def test_one_process_updates_as_eager_does(update):
 
 def test_a_buffer_that_is_only_read_is_not_refused():
     captured, _ = capture_model(Counts(lambda m, n: n * m.counts), {"x": torch.randn(4, 5, 4)})
+    assert partition_model(captured).batch_coupled == ()
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("variance", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.batch_norm(self.layer(x).flatten(0, 1), self.mean, self.variance, training=self.training)
+        return y.square().mean()
+
+
+def test_running_statistics_are_updates_though_nothing_in_the_graph_writes_them():
+    with pytest.raises(Exception, match=r"updates its buffer `mean` at `batch_norm`"):
+        partition_model(capture_model(Normalised(), {"x": torch.randn(4, 5, 4)})[0])
+
+
+def test_running_statistics_that_are_only_read_are_not_refused():
+    captured, _ = capture_model(Normalised().eval(), {"x": torch.randn(4, 5, 4)})
     assert partition_model(captured).batch_coupled == ()
