@@ -1,166 +1,136 @@
-"""`disagmoe simulate`: what a step takes, predicted from the schedule itself. Every number is simulated, none is measured."""
+"""`disagmoe simulate`: what a step takes, predicted from the schedule itself. Every number is simulated, none is measured.
+
+--model --cluster --seq-length ...     AF-Pipe and its rivals side by side, each with its best sizes (`simulate_model.py`)
+--plan FILE                            what `disagmoe plan` or `disagmoe train` wrote (`simulate_plan.py`)
+--plan FILE --timeline FILE            the same beside a recorded run of that plan
+--schedule NAME --stage-times JSON     abstract stages, for closed forms (`simulate_abstract.py`)
+"""
 
 from __future__ import annotations
 
-import json
-from fractions import Fraction
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from disagmoe_compile.cli.output import DebugOption, JsonOption, Output, command
+from disagmoe_compile.cli.simulate_abstract import simulate_abstract
+from disagmoe_compile.cli.simulate_model import ModelRequest, Shown, simulate_model
+from disagmoe_compile.cli.simulate_plan import simulate_plan
 from disagmoe_compile.errors import InputError
-from disagmoe_compile.simulator.abstract import (
-    SCHEDULES,
-    AFShape,
-    PipelineShape,
-    af_program,
-    pipeline_program,
-    resident_activations,
-)
-from disagmoe_compile.simulator.bound import lower_bound
-from disagmoe_compile.simulator.program import Program
-from disagmoe_compile.simulator.sharing import Number
-from disagmoe_compile.simulator.timeline import Timeline, simulate_program
-
-ScheduleOption = Annotated[
-    str | None,
-    typer.Option(
-        "--schedule", metavar="NAME", help=f"Abstract mode: stages of given times; {', '.join(SCHEDULES)}."
-    ),
-]
-TimesOption = Annotated[
-    str | None,
-    typer.Option(
-        "--stage-times",
-        metavar="JSON",
-        help="Abstract mode: F, B, W, FB per rank and micro-batch over all chunks; af_pipe: A, F of a stage, C of an exchange.",
-    ),
-]
-RanksOption = Annotated[int | None, typer.Option("--ranks", help="Abstract mode: pipeline ranks.")]
-ChunksOption = Annotated[int, typer.Option("--chunks", help="Abstract mode: chunks of layers a rank.")]
-MicrobatchesOption = Annotated[int | None, typer.Option("--n-microbatches", help="Micro-batches of a step.")]
-GroupsOption = Annotated[
-    int | None, typer.Option("--pipeline-groups", help="Groups of attention, and as many of experts.")
-]
-LayersOption = Annotated[int | None, typer.Option("--layers", help="Abstract mode, af_pipe: layers.")]
-ForwardOption = Annotated[
-    bool, typer.Option("--forward-only", help="Abstract mode, af_pipe: the forward alone.")
-]
+from disagmoe_compile.simulator.abstract import SCHEDULES
 
 
 @command
 def simulate(
-    schedule: ScheduleOption = None,
-    stage_times: TimesOption = None,
-    ranks: RanksOption = None,
-    chunks: ChunksOption = 1,
-    n_microbatches: MicrobatchesOption = None,
-    pipeline_groups: GroupsOption = None,
-    layers: LayersOption = None,
-    forward_only: ForwardOption = False,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="See `disagmoe models`; or a config.json.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="See `disagmoe clusters`; or a cluster file.")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes of the cluster.")] = None,
+    seq_length: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
+    sequences_per_gpu: Annotated[
+        int | None, typer.Option(help="Sequences of a step for each GPU, at most.")
+    ] = None,
+    global_batch_size: Annotated[
+        int | None, typer.Option(help="Sequences of a step, at most; instead of --sequences-per-gpu.")
+    ] = None,
+    micro_batch_size: Annotated[
+        int | None, typer.Option(help="Sequences of a micro-batch.", show_default="searched")
+    ] = None,
+    pipeline_groups: Annotated[
+        int | None, typer.Option(help="AF-Pipe: groups of each kind.", show_default="searched")
+    ] = None,
+    attention_group_size: Annotated[
+        int | None, typer.Option(help="AF-Pipe: ranks of an attention group.", show_default="searched")
+    ] = None,
+    ffn_group_size: Annotated[
+        int | None, typer.Option(help="AF-Pipe: ranks of an FFN group.", show_default="searched")
+    ] = None,
+    ep_size: Annotated[
+        int | None, typer.Option(help="Rivals: GPUs that share the experts.", show_default="searched")
+    ] = None,
+    costs: Annotated[str, typer.Option(help="corrected, or paper: as printed there.")] = "corrected",
+    dedup: Annotated[
+        str, typer.Option(help="Copies of a token that any system sends: none, rank or node.")
+    ] = "rank",
+    recompute: Annotated[
+        str | None, typer.Option(help="none or stage, for any system.", show_default="searched")
+    ] = None,
+    shared_experts_on: Annotated[
+        str | None, typer.Option(help="AF-Pipe: attention or ffn.", show_default="searched")
+    ] = None,
+    schedules: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B,...", help="af_pipe, megatron_1f1b, tutel, comet, dualpipe, dualpipe_ideal."
+        ),
+    ] = "af_pipe,megatron_1f1b,tutel,comet,dualpipe",
+    advise: Annotated[
+        bool,
+        typer.Option("--advise", help="Should this model be disaggregated, and what would flip the answer?"),
+    ] = False,
+    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="A plan file.")] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --plan: timeline.json of a run of it, to compare with."),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the first schedule: PNG or SVG.")
+    ] = None,
+    schedule: Annotated[
+        str | None, typer.Option(metavar="NAME", help=f"Abstract stages: {', '.join(SCHEDULES)}.")
+    ] = None,
+    stage_times: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="F, B, W, FB of a rank and micro-batch over all its chunks; af_pipe: A, F of a stage, C of an exchange.",
+        ),
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="Abstract: pipeline ranks.")] = None,
+    chunks: Annotated[int, typer.Option(help="Abstract: chunks of layers a rank.")] = 1,
+    n_microbatches: Annotated[int | None, typer.Option(help="Abstract: micro-batches.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Abstract af_pipe: layers.")] = None,
+    forward_only: Annotated[
+        bool, typer.Option("--forward-only", help="Abstract af_pipe: the forward alone.")
+    ] = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> Output:
     """Predicts step time of schedules side by side. Simulated, not measured."""
-    if schedule is None:
-        raise InputError("give --schedule NAME with --stage-times JSON")
-    return _abstract(
-        schedule, stage_times, ranks, chunks, n_microbatches, pipeline_groups, layers, forward_only
-    )
-
-
-def _abstract(
-    name: str,
-    stage_times: str | None,
-    ranks: int | None,
-    chunks: int,
-    n_microbatches: int | None,
-    pipeline_groups: int | None,
-    layers: int | None,
-    forward_only: bool,
-) -> Output:
-    if name not in SCHEDULES:
-        raise InputError(f"unknown schedule {name!r}; one of {', '.join(SCHEDULES)}")
-    times = parse_times(stage_times)
-    resident: dict[str, int] = {}
-    if name == "af_pipe":
-        p, n_layers, n = _given(
-            name, pipeline_groups=pipeline_groups, layers=layers, n_microbatches=n_microbatches
+    shown = Shown(trace, picture)
+    if schedule is not None:
+        return simulate_abstract(
+            schedule, stage_times, ranks, chunks, n_microbatches, pipeline_groups, layers, forward_only, shown
         )
-        _not_given(name, ranks=ranks, chunks=None if chunks == 1 else chunks)
-        shape = AFShape(p, n_layers, n, forward_only)
-        # rates that are shared again and again make fractions of thousands of digits
-        program = af_program({key: float(value) for key, value in times.items()}, shape)
-        if not forward_only:
-            held = resident_activations(program.schedule, shape.topology)
-            resident = {str(group): count for group, count in held.items()}
-    else:
-        p, n = _given(name, ranks=ranks, n_microbatches=n_microbatches)
-        _not_given(
-            name, pipeline_groups=pipeline_groups, layers=layers, forward_only=True if forward_only else None
-        )
-        program = pipeline_program(name, times, PipelineShape(p, n, chunks))
-    timeline = simulate_program(program)
-    document = abstract_document(name, program, timeline)
-    if resident:
-        document["resident_activations"] = resident
-    return Output(document, lambda console: _render_abstract(console, document))
-
-
-def parse_times(text: str | None) -> dict[str, Number]:
-    """Stage times from JSON, as exact fractions. Raises InputError."""
-    if text is None:
-        raise InputError('--schedule needs --stage-times, e.g. \'{"F": 1, "B": 2}\'')
-    try:
-        found = json.loads(text, parse_float=Fraction, parse_int=Fraction, parse_constant=float)
-    except ValueError as error:
-        raise InputError(f"--stage-times is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise InputError(f"--stage-times must be an object of numbers, got {text}")
-    return found
-
-
-def abstract_document(name: str, program: Program, timeline: Timeline) -> dict[str, Any]:
-    """`bubble`: makespan minus the busy time of the busiest compute resource."""
-    busy = {str(group): timeline.share(group).busy for group in timeline.groups}
-    bound = lower_bound(program)
-    makespan = timeline.makespan
-    return {
-        "schedule": name,
-        "makespan": float(makespan),
-        "bubble": float(makespan - max(busy.values())),
-        "idle": {group: float(makespan - spent) for group, spent in busy.items()},
-        "lower_bound": float(bound.seconds),
-        "bounded_by": bound.limit,
-    }
-
-
-def _given(name: str, **options: int | None) -> tuple[int, ...]:
-    missing = [f"--{key.replace('_', '-')}" for key, value in options.items() if value is None]
-    if missing:
-        raise InputError(f"--schedule {name} needs {' and '.join(missing)}")
-    return tuple(value for value in options.values() if value is not None)
-
-
-def _not_given(name: str, **options: object) -> None:
-    extra = [f"--{key.replace('_', '-')}" for key, value in options.items() if value is not None]
-    if extra:
-        raise InputError(f"--schedule {name} takes no {' and no '.join(extra)}")
-
-
-def _render_abstract(console: Console, document: dict[str, Any]) -> None:
-    table = Table(title=f"{document['schedule']} (simulated; in the unit of the stage times)")
-    table.add_column("resource")
-    table.add_column("idle", justify="right")
-    for resource, idle in document["idle"].items():
-        table.add_row(resource, f"{idle:.6g}")
-    console.print(table)
-    ratio = document["makespan"] / document["lower_bound"] if document["lower_bound"] else 1.0
-    console.print(
-        f"makespan {document['makespan']:.6g}, bubble {document['bubble']:.6g}, lower bound {document['lower_bound']:.6g} "
-        f"(by {document['bounded_by']}), makespan / bound {ratio:.3f}",
-        highlight=False,
+    if stage_times is not None:
+        raise InputError("--stage-times needs --schedule NAME")
+    request = ModelRequest(
+        model=model,
+        cluster=cluster,
+        nodes=nodes,
+        seq_length=seq_length,
+        sequences_per_gpu=sequences_per_gpu,
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        pipeline_groups=pipeline_groups,
+        attention_group_size=attention_group_size,
+        ffn_group_size=ffn_group_size,
+        ep_size=ep_size,
+        costs=costs,
+        dedup=dedup,
+        recompute=recompute,
+        shared_experts_on=shared_experts_on,
+        schedules=tuple(schedules.split(",")),
     )
+    if plan is not None:
+        return simulate_plan(plan, timeline, request, shown)
+    if timeline is not None:
+        raise InputError("--timeline needs --plan FILE, the plan of that run")
+    return simulate_model(request, shown, with_advice=advise)

@@ -2,8 +2,8 @@
 
 Three readings of a list (`Queueing`), from today's CPU runtime to an ideal GPU:
     host      the list is one queue, and every WAIT holds it up, that for a send buffer included. A message moves once it is sent
-              AND its receive is posted (rendezvous, as gloo does), beside others; receives of dispatches are posted by a progress thread
-              that takes them in list order, as the runtime's does
+              AND its receive is posted (rendezvous, as gloo does), beside others; receives of dispatches are posted by a
+              progress thread that takes them in list order, as the runtime's does
     list      compute runs one action at a time in list order; sends leave as soon as what they wait for has run, one after the
               other as on one stream, into buffers that are there already (one-sided writes, as DeepEP does)
     stream    as list, but each stream is a queue; forward and backward share the group's compute when both have work, so that two

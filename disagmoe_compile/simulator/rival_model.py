@@ -156,7 +156,9 @@ class RivalModel:
         return Schedule(choice.system, lowered=False, actions=actions)
 
     def _expanded(self, action: Action) -> Iterator[Action]:
-        """A chunk's forward as its stages in order, its backward in reverse; a pair in turn, each to hide the other's messages."""
+        """A chunk's forward as its stages in order, its backward in reverse; a pair in turn, each to hide the other's
+        messages.
+        """
         if not action.parts:
             yield from self._stages_of(action)
             return

@@ -5,9 +5,9 @@
                than that many per stage
     I, W       a backward is split: what others wait for comes first, and W fills the gaps (stage 0 has no input gradient: B)
 
-The order of the lists is one that ran: it cannot deadlock, whatever the number of micro-batches, groups or stages, and whatever the
-real times turn out to be. In the rehearsal a message takes its time on the sending group's way out and the receiving group's way
-in, one after the other.
+The order of the lists is one that ran: it cannot deadlock, whatever the number of micro-batches, groups or stages, and whatever
+the real times turn out to be. In the rehearsal a message takes its time on the sending group's way out and the receiving group's
+way in, one after the other.
 """
 
 from __future__ import annotations

@@ -1,0 +1,118 @@
+"""Should this model be disaggregated on this cluster? AF-Pipe against the best rival, and what would have to change.
+
+Both sides are searched again under each change, by the estimates and simulations of `search.py`. All of it is simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from disagmoe_compile.errors import InputError
+from disagmoe_compile.planner.hardware import Cluster
+from disagmoe_compile.planner.model_spec import ModelSpec
+from disagmoe_compile.planner.step_costs import CostSet, model_costs
+from disagmoe_compile.simulator.results import Result
+from disagmoe_compile.simulator.search import Setting, best
+
+COMPARED = ("megatron_1f1b", "tutel", "dualpipe")
+"""Real systems that a change is judged against; Comet is close to Tutel and takes longest to simulate, ideal DualPipe is no
+system.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`gain`: tokens/s of AF-Pipe over the best rival's, less 1."""
+
+    change: str
+    gain: float
+    af_pipe: float
+    rival: str
+    rival_tokens: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "change": self.change,
+            "gain": self.gain,
+            "af_pipe_tokens_per_s_per_gpu": self.af_pipe,
+            "best_rival": self.rival,
+            "rival_tokens_per_s_per_gpu": self.rival_tokens,
+        }
+
+
+def verdict(change: str, results: Sequence[Result]) -> Verdict:
+    """Of a set of results that holds AF-Pipe and at least one rival."""
+    ours = next(r for r in results if r.schedule == "af_pipe")
+    rivals = [r for r in results if r.schedule not in ("af_pipe", "dualpipe_ideal")]
+    other = max(rivals, key=lambda r: (r.fits, r.tokens_per_s_per_gpu))
+    gain = ours.tokens_per_s_per_gpu / other.tokens_per_s_per_gpu - 1
+    return Verdict(change, gain, ours.tokens_per_s_per_gpu, other.schedule, other.tokens_per_s_per_gpu)
+
+
+def changes(spec: ModelSpec, setting: Setting) -> Iterator[tuple[str, Callable[[], Setting]]]:
+    """Each change with the setting that has it; the batch keeps its tokens."""
+    length, cluster = setting.model.seq_length, setting.cluster
+    cost_set = setting.model.cost_set
+
+    def longer() -> Setting:
+        return replace(
+            setting,
+            model=_costs(spec, 4 * length, cost_set),
+            sequences=max(setting.sequences // 4, setting.cluster.gpus),
+        )
+
+    def finer() -> Setting:
+        experts = replace(
+            spec,
+            num_experts=4 * spec.num_experts,
+            top_k=4 * spec.top_k,
+            expert_hidden=max(spec.expert_hidden // 4, 1),
+        )
+        return replace(setting, model=_costs(experts, length, cost_set))
+
+    def network(factor: float) -> Callable[[], Setting]:
+        slower = replace(cluster, nic_bytes_per_s=cluster.nic_bytes_per_s * factor)
+        return lambda: replace(setting, cluster=slower)
+
+    yield f"sequences four times as long ({4 * length} tokens)", longer
+    yield "experts four times as many, a quarter as wide", finer
+    yield "network half as fast", network(0.5)
+    yield "network four times as fast", network(4.0)
+    yield (
+        "experts spread over a node or more (EP of at least a node)",
+        lambda: replace(setting, ep_size=min(max(cluster.gpus_per_node, 16), spec.num_experts)),
+    )
+
+
+def advise(spec: ModelSpec, setting: Setting, now: Sequence[Result]) -> list[Verdict]:
+    """What holds now, and under each change; a change under which nothing fits is left out."""
+    found = [verdict("as asked", now)]
+    for change, make in changes(spec, setting):
+        try:
+            changed = make()
+            results = [best(changed, system) for system in ("af_pipe", *COMPARED)]
+        except InputError:
+            continue
+        found.append(verdict(change, results))
+    return found
+
+
+def summary(verdicts: Sequence[Verdict], cluster: Cluster) -> str:
+    """The answer in a sentence or two."""
+    now = verdicts[0]
+    gain = f"{abs(now.gain):.0%}"
+    answer = (
+        "Disaggregate" if now.gain > 0.02 else "Do not disaggregate" if now.gain < -0.02 else "Either will do"
+    )
+    how = "faster" if now.gain > 0 else "slower"
+    text = f"{answer}: AF-Pipe is {gain} {how} than the best tuned rival ({now.rival}) on {cluster.gpus} GPUs (simulated)."
+    flips = [v.change for v in verdicts[1:] if (v.gain > 0) != (now.gain > 0)]
+    if flips:
+        return f"{text} The answer flips with: {'; '.join(flips)}."
+    return f"{text} None of the changes that were tried flips the answer."
+
+
+def _costs(spec: ModelSpec, seq_length: int, cost_set: CostSet) -> Any:
+    return model_costs(spec, seq_length=seq_length, cost_set=cost_set)
