@@ -158,6 +158,7 @@ class LoopOverExperts(nn.Module):
         return out.square().mean()
 
 
-def test_a_model_whose_frame_dynamo_skips_is_explained_all_the_same() -> None:
+def test_a_bare_layer_whose_tokens_are_its_input_is_split() -> None:
     found = explain(LoopOverExperts(), torch.randn(6, 8))
-    assert found.graph_breaks or [stage.name for stage in found.stages] == ["A0"]
+    assert [stage.name for stage in found.stages] == ["A0", "F0", "A1"]
+    assert found.experts[0].style == "expert_loop"
