@@ -63,7 +63,7 @@ def refine_measured(
         model,
         best,
         model.predict(best),
-        solver=dict(found.solver),
+        solver=_solver_beside(found, model.predict(best).tokens_per_s),
         model_document=dict(found.inputs["model"]),
     )
     return refined, {
@@ -73,6 +73,12 @@ def refine_measured(
         "best_step_s": result.best.step_s,
         "trajectory": [_trial(t) for t in result.trajectory],
     }
+
+
+def _solver_beside(found: Sizing, tokens_per_s: float) -> dict[str, Any]:
+    """The report of the solver's plan, with the gap of the one that measurements preferred."""
+    gap = max(0.0, found.solver["bound"] / tokens_per_s - 1)
+    return {**found.solver, "status": f"{found.solver['status']}, then refined by measurement", "gap": gap}
 
 
 def measured_step_s(sizing: Sizing, source: str) -> float:

@@ -122,14 +122,29 @@ def upper_bounds(problem: SizingProblem, model: StepModel, layouts: Iterable[Lay
 
 
 def _upper_bound(problem: SizingProblem, model: StepModel, layout: Layout) -> float:
-    """Tokens a second: no recompute, the most in flight, and with free NICs all but one for either side."""
-    q = max(k.in_flight for k in problem.policies(layout.pipeline_groups) if problem.go_together(layout, k))
-    policy = Policy(recompute_attention=False, recompute_ffn=False, shard_optimizer=False, in_flight=q)
+    """Tokens a second with recompute only where even one micro-batch in flight needs it, and the most in flight.
+
+    Where NICs are free, each side has all but one. 0 where no policy fits.
+    """
+    policies = [k for k in problem.policies(layout.pipeline_groups) if problem.go_together(layout, k)]
     nics = next(problem.nics_of_groups(layout), None)
     if nics is None:
         return 0.0
     if problem.options.free_nics:
         nics = (max(nics), max(nics))
+    lean = [k for k in policies if k.in_flight == min(k.in_flight for k in policies)]
+    fitting = {
+        role: [k for k in lean if held(layout, k) <= problem.memory_bytes]
+        for role, held in (("attention", model.attention_bytes), ("ffn", model.ffn_bytes))
+    }
+    if not all(fitting.values()):
+        return 0.0
+    policy = Policy(
+        recompute_attention=min(k.recompute_attention for k in fitting["attention"]),
+        recompute_ffn=min(k.recompute_ffn for k in fitting["ffn"]),
+        shard_optimizer=False,
+        in_flight=max(k.in_flight for k in policies),
+    )
     return model.predict(Candidate(layout, policy, *nics)).tokens_per_s
 
 

@@ -12,7 +12,7 @@ Seconds of a step, per role c and per resource, of the busiest of its p groups (
     step = max of these * fill * stall
     fill  = 1 + 2 (2p - 1) / (n L/p)         2p - 1 stages and as many exchanges before the last group has work, each at the
                                              pace of the bottleneck: an upper bound of the paper's p(a+f) + (2p-1)c - max(a,f)
-    stall = 1 + 0.3 (1 - 1/p) 4p/q + 1/(4 q^2)    waiting for a micro-batch to come back; fitted to an event simulation of the schedule
+    stall = 1 + 0.3 (1 - 1/p) 4p/q + 1/(4 q^2)    waiting for a micro-batch to come back; fitted to a simulation of the schedule
                                              that we generate: within a quarter of it in the tests; ours
 
 Modelled as overlapped: compute, sending and receiving of different micro-batches. Not modelled: contention of A-to-F pairs
@@ -121,6 +121,7 @@ class StepModel:
         self.costs, self.cluster, self.options = problem.costs, problem.cluster, problem.options
         self._cache: dict[Hashable, float] = {}
         self._exchanges: dict[int, ExchangeBytes] = {}
+        self._stages: dict[bool, list[ComponentCosts]] = {}
 
     def predict(self, candidate: Candidate) -> Prediction:
         """Of any choice, whether it fits the memory or not."""
@@ -163,6 +164,15 @@ class StepModel:
     def fill(self, layout: Layout) -> float:
         hops = 2 * (2 * layout.pipeline_groups - 1)
         return 1 + hops / (layout.n_microbatches * self.boundaries_of_group(layout.pipeline_groups))
+
+    def attention_bytes(self, layout: Layout, policy: Policy) -> float:
+        """Memory of an attention rank."""
+        held = layout.micro_batch_size * self.attention_held_bytes(layout, policy)
+        return self.attention_state_bytes(layout, policy.shard_optimizer) + held
+
+    def ffn_bytes(self, layout: Layout, policy: Policy) -> float:
+        """Memory of an FFN rank."""
+        return self.ffn_state_bytes(layout) + self.ffn_held_bytes(layout, policy)
 
     # Compute
 
@@ -307,7 +317,8 @@ class StepModel:
         state = self.options.state
         per_parameter = state.weight_bytes + state.gradient_bytes + state.optimizer_bytes
         boundaries = self.boundaries_of_group(layout.pipeline_groups)
-        routed = boundaries * max(e.parameters for e in self.costs.experts)
+        of_boundary = self._once("expert parameters", lambda: max(e.parameters for e in self.costs.experts))
+        routed = boundaries * of_boundary
         shared = self._shared_parameters(layout.pipeline_groups) if layout.shared_on_ffn else 0
         return per_parameter * (routed / self.effective_ranks(layout.ffn_group_size) + shared)
 
@@ -319,8 +330,11 @@ class StepModel:
         """Of one stage and micro-batch on the rank with most experts: bytes kept, and more while it is worked on."""
 
         def on_rank(field: str) -> float:
-            routed = max(getattr(e, field) for e in self.costs.experts)
-            shared = max(getattr(s, field) for s in self.costs.shared) if layout.shared_on_ffn else 0.0
+            routed = self._once(
+                (field, "experts"), lambda: max(getattr(e, field) for e in self.costs.experts)
+            )
+            shared = self._once((field, "shared"), lambda: max(getattr(s, field) for s in self.costs.shared))
+            shared *= layout.shared_on_ffn
             share = routed / self.effective_ranks(layout.ffn_group_size) + shared / layout.ffn_group_size
             return layout.attention_group_size * layout.micro_batch_size * share
 
@@ -348,8 +362,11 @@ class StepModel:
 
     def _attention_stages(self, shared_on_ffn: bool) -> list[ComponentCosts]:
         """Attention stages and the head, shared experts included where they run there."""
-        pairs = zip(self.costs.attention, self.costs.shared)
-        return [*(a if shared_on_ffn else a + s for a, s in pairs), self.costs.head]
+        if shared_on_ffn not in self._stages:
+            pairs = zip(self.costs.attention, self.costs.shared)
+            stages = [a if shared_on_ffn else a + s for a, s in pairs]
+            self._stages[shared_on_ffn] = [*stages, self.costs.head]
+        return self._stages[shared_on_ffn]
 
     def _members(self, groups: int) -> list[list[int]]:
         """Boundaries of each attention group, the head among them."""
