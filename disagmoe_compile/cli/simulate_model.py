@@ -147,39 +147,32 @@ def simulate_model(request: ModelRequest, shown: Shown, *, with_advice: bool) ->
 
 
 def render_results(console: Console, title: str, results: Sequence[Result]) -> None:
-    table = Table(title=f"{title} (simulated)")
+    table = Table(title=f"{title} (simulated)", box=None, padding=(0, 1))
     table.add_column("schedule", no_wrap=True)
-    for column in (
-        "step",
-        "tokens/s\na GPU",
-        "MFU",
-        "exposed",
-        "bubble",
-        "over\nbound",
-        "memory\nGB",
-        "GPUs a group",
-    ):
-        table.add_column(column, justify="right")
+    for column in ("step\ns", "tokens/s\n/ GPU", "MFU\n%", "exposed\ns", "bubble\ns", "/bound", "GB", "GPUs"):
+        table.add_column(column, justify="right", no_wrap=True)
     for result in results:
         o = result.options
         sizes = (
-            f"{o['pipeline_groups']} x ({o['attention_group_size']} + {o['ffn_group_size']})"
+            f"{o['pipeline_groups']}x{o['attention_group_size']}+{o['ffn_group_size']}"
             if result.schedule == "af_pipe"
-            else f"{o['pipeline_ranks']} x EP {o['ep_size']}"
+            else f"{o['pipeline_ranks']}x EP{o['ep_size']}"
         )
         memory = max(result.peak_bytes.values()) / 1e9
         table.add_row(
             result.schedule,
-            f"{result.step_s:.4g} s",
+            f"{result.step_s:.3f}",
             f"{result.tokens_per_s_per_gpu:,.0f}",
-            f"{result.mfu:.1%}",
-            f"{result.exposed_s:.3g} s",
-            f"{float(result.critical.bubble):.3g} s",
-            f"{result.step_s / float(result.bound.seconds):.3f}",
-            f"{memory:.0f}" + ("" if result.fits else " (too much)"),
+            f"{100 * result.mfu:.1f}",
+            f"{result.exposed_s:.3f}",
+            f"{float(result.critical.bubble):.3f}",
+            f"{result.step_s / float(result.bound.seconds):.2f}",
+            f"{memory:.0f}" + ("" if result.fits else "!"),
             sizes,
         )
     console.print(table)
+    if not all(result.fits for result in results):
+        console.print("! does not fit in memory: nothing that was tried does", highlight=False)
 
 
 def _render_advice(console: Console, advice: Mapping[str, Any]) -> None:

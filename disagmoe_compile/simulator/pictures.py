@@ -59,6 +59,8 @@ def draw(timeline: Timeline, path: Path, title: str, *, unit: str = "s") -> None
         bars: dict[str, list[tuple[float, float]]] = {name: [] for name in COLOURS}
         for action, start, end in timeline.events(group):
             name = kind_of(action)
+            if action.kind is ActionKind.SEND and action.transfer and action.microbatch is not None:
+                start = timeline.times.start[timeline.placed.message[action.transfer, action.microbatch]]
             if name is not None and end > start:
                 bars[name].append((float(start), float(end - start)))
         for name, spans in bars.items():

@@ -28,7 +28,7 @@ from disagmoe_compile.simulator.results import (
     rival_state_bytes,
 )
 from disagmoe_compile.simulator.rival_model import COMET_PARTS, RivalChoice, RivalModel
-from disagmoe_compile.simulator.stage_times import Speed
+from disagmoe_compile.simulator.stage_times import Speed, StageSeconds
 
 SIMULATED = 4
 """Choices of a system that are simulated."""
@@ -153,7 +153,7 @@ def _af_estimate(af: AFModel) -> Estimate:
     choice, model, speed = af.choice, af.model, Speed(af.cluster)
     p, n = choice.pipeline_groups, choice.n_microbatches
     layers = model.n_boundaries / p
-    attention, experts = af.stage_seconds(0), af.stage_seconds(1)
+    attention, experts = _typical(model, lambda b: af.stage_seconds(2 * b)), af.stage_seconds(1)
     nic, link = af.exchange()
     residual = (p > 1) * choice.group_sequences * model.seq_length * model.residual_bytes_per_token
     out = 2 * (nic + residual) / (choice.attention_group_size * speed.nic)
@@ -170,15 +170,35 @@ def _af_estimate(af: AFModel) -> Estimate:
     stall = max(1.0, p * trip / (q * max(loads) / (n * layers))) * (1 + 0.1 * 2 * p / q)
     step = max(loads) * (1 + 2 * (2 * p - 1) / (n * layers)) * stall
     state = af_state_bytes(af, True)
-    kept = af.activation_bytes()
+    kept = _kept(af)
     full = replace(choice, recompute_attention=False, recompute_ffn=False)
-    worked_on = AFModel(model, af.cluster, full).activation_bytes() if choice.recompute_ffn else kept
-    held = {
-        role: state[role] + q * -(-model.n_boundaries // p) * kept[stage] + worked_on[stage]
-        for role, stage in (("attention", 0), ("ffn", 1))
-    }
+    worked_on = _kept(AFModel(model, af.cluster, full))
+    held = [
+        state[role] + q * -(-model.n_boundaries // p) * kept[side] + recomputes * worked_on[side]
+        for side, (role, recomputes) in enumerate(
+            (("attention", choice.recompute_attention), ("ffn", choice.recompute_ffn))
+        )
+    ]
     tokens_per_s = choice.sequences * model.seq_length / step
-    return Estimate(tokens_per_s, max(held.values()) <= af.cluster.gpu.memory_bytes * USABLE_MEMORY)
+    return Estimate(tokens_per_s, max(held) <= af.cluster.gpu.memory_bytes * USABLE_MEMORY)
+
+
+def _kept(af: AFModel) -> tuple[float, float]:
+    """Bytes that a mean attention stage and a mean expert stage keep of a micro-batch."""
+    kept, n = af.activation_bytes(), af.model.n_boundaries
+    sides = (sum(held for stage, held in kept.items() if stage % 2 == side) / n for side in (0, 1))
+    return next(sides), next(sides)
+
+
+def _typical(model: ModelCosts, seconds: Callable[[int], StageSeconds]) -> StageSeconds:
+    """The mean of a model's attention stages: the first has the embedding, and often layers without experts."""
+    times = [seconds(b) for b in range(model.n_boundaries)]
+    n = len(times)
+    return StageSeconds(
+        sum(t.forward for t in times) / n,
+        sum(t.backward for t in times) / n,
+        sum(t.weight for t in times) / n,
+    )
 
 
 # Rivals
@@ -212,7 +232,8 @@ def _rival_estimate(rival: RivalModel) -> Estimate:
     p, n, v = choice.pipeline_ranks, choice.n_microbatches, choice.chunks
     nic, link = rival.exchange()
     moved = 4 * max(nic / speed.nic, link / speed.link)
-    attention, experts = rival.stage_seconds(0), rival.stage_seconds(1)
+    attention = _typical(model, lambda b: rival.stage_seconds(b * rival.width))
+    experts = rival.stage_seconds(1)
     a = attention.forward + attention.backward
     f = (experts.forward + experts.backward) * choice.parts
     if rival.is_dual:
@@ -230,7 +251,7 @@ def _rival_estimate(rival: RivalModel) -> Estimate:
     step = per_rank * (n + max(fill, 0))
     kept = rival.activation_bytes()
     in_flight = min(n, p * (1 + (p - 1) / (p * v)) if v > 1 else p + rival.is_dual)
-    held = in_flight * model.n_boundaries / p * (kept[0] + choice.parts * kept[1])
+    held = in_flight / p * sum(kept.values()) / rival.directions
     used = held + rival_state_bytes(rival, True)
     return Estimate(
         rival.sequences * model.seq_length / step, used <= rival.cluster.gpu.memory_bytes * USABLE_MEMORY
