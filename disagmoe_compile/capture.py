@@ -81,8 +81,10 @@ def capture(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Capt
 def _reject_assigned_buffers() -> None:
     """`self.count = self.count + n` and `self.count += n` make an output that Dynamo assigns to the buffer after the call."""
     translator = _translator()
-    effects = translator.output.side_effects if translator is not None else None
-    for variable in list(effects.id_to_variable.values()) if effects is not None else ():
+    if translator is None:
+        return
+    effects = translator.output.side_effects
+    for variable in list(effects.id_to_variable.values()):
         if getattr(variable.source, "member", None) != "_buffers" or not effects.is_modified(variable):
             continue
         for key, stored in variable.items.items():
