@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from disagmoe_compile.cli import clusters, doctor, families, inspect, models, plan, simulate, train
+from disagmoe_compile.cli import clusters, doctor, families, inspect, models, plan, reproduce, simulate, train
 from disagmoe_compile.cli.output import report
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.command("families")(families.families)
 app.command("clusters")(clusters.clusters)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
+app.command("reproduce")(reproduce.reproduce)
 app.command("inspect")(inspect.inspect)
 app.command("train")(train.train)
 

@@ -31,7 +31,7 @@ from disagmoe_compile.simulator.rival_model import COMET_PARTS, RivalChoice, Riv
 from disagmoe_compile.simulator.stage_times import Speed, StageSeconds
 
 SIMULATED = 4
-"""Choices of a system that are simulated."""
+"""Choices of a system that are simulated, unless a setting says otherwise."""
 MICRO_BATCHES = (1, 2, 4)
 TUTEL_DEGREES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 4, 8)
@@ -56,6 +56,7 @@ class Setting:
     recompute: bool | None = None
     shared_on_ffn: bool | None = None
     assumptions: Assumptions = field(default_factory=Assumptions)
+    simulated: int = SIMULATED
 
     @property
     def memory(self) -> float:
@@ -73,12 +74,12 @@ class Setting:
 def best(setting: Setting, system: str) -> Result:
     """The fastest choice of a system. Raises InputError where no sizes fit together."""
     if system == "af_pipe":
-        return _fastest(_af_models(setting), _af_estimate, af_result, "af_pipe")
+        return _fastest(_af_models(setting), _af_estimate, af_result, "af_pipe", setting.simulated)
     rivals = (
         RivalModel(setting.model, setting.cluster, c, setting.assumptions)
         for c in _rival_choices(setting, system)
     )
-    return _fastest(rivals, _rival_estimate, rival_result, system)
+    return _fastest(rivals, _rival_estimate, rival_result, system, setting.simulated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,9 @@ def _fastest(
     estimate: Callable[[Model], Estimate],
     simulate: Callable[[Model], Result],
     system: str,
+    simulated: int,
 ) -> Result:
-    """Simulates the best by estimate until `SIMULATED` of them fit, or twice as many were tried."""
+    """Simulates the best by estimate until `simulated` of them fit, or twice as many were tried."""
     ranked = sorted(
         ((estimate(m), k, m) for k, m in enumerate(models)),
         key=lambda e: (not e[0].fits, -e[0].tokens_per_s, e[1]),
@@ -103,9 +105,9 @@ def _fastest(
             f"no sizes of {system} fit these GPUs, this batch and these experts: change --nodes, the batch, or what is pinned"
         )
     results: list[Result] = []
-    for _, _, model in ranked[: 2 * SIMULATED]:
+    for _, _, model in ranked[: 2 * simulated]:
         results.append(simulate(model))
-        if sum(result.fits for result in results) >= SIMULATED:
+        if sum(result.fits for result in results) >= simulated:
             break
     return max(results, key=lambda result: (result.fits, result.tokens_per_s_per_gpu))
 
