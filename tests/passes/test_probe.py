@@ -45,6 +45,24 @@ def test_a_loss_of_per_sample_means_is_exact():
     assert errors(loss, 2) < 1e-5
 
 
+def test_predictions_that_depend_on_other_samples_are_named_and_their_loss_still_adds_up():
+    def centred(m, x, y, k):
+        return flat_ce(x - x.mean(0, keepdim=True), y)
+
+    captured, _ = capture_model(Head(centred), batch())
+    assert [line.split()[0] for line in partition_model(captured).batch_coupled] == ["`mean`"]
+
+
+def test_scores_under_a_normaliser_of_the_batch_are_refused():
+    def weighted(m, x, y, k):
+        scores = x.log_softmax(-1) * (k / k.sum()).unsqueeze(-1)
+        return F.nll_loss(scores.flatten(0, 1), y.flatten(), reduction="sum")
+
+    captured, _ = capture_model(Head(weighted), batch())
+    with pytest.raises(UnsupportedModelError, match="does not add up over samples"):
+        partition_model(captured)
+
+
 def test_the_user_may_accept_the_loss_of_each_microbatch_and_is_told():
     captured, _ = capture_model(Head(DOES_NOT_ADD_UP["contrastive"]), batch())
     coupled = partition_model(captured, loss_reduction="mean").batch_coupled
