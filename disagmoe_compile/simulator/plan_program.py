@@ -1,6 +1,7 @@
 """A plan file, action by action, as a program: what the runtime will execute, with durations that are measured or estimated.
 
-    measured     `Durations.of_timeline`: medians of a run's own timeline, per kind and stage; bytes/s of its messages
+    measured     `Durations.of_timeline`: means of a run's own timeline, per kind and stage; of its messages, per transfer; of
+                 what the host spends on other actions, per kind
     estimated    FLOPs of the plan's stages on a cluster; a backward takes twice its forward, half of it for each gradient
 
 The size of a routed message is the expected one: rows = T x expected copies of a token / N, pairs = T k / N.
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from disagmoe_compile.errors import InputError
@@ -38,15 +40,15 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Seconds of compute actions by (kind, stage); bytes/s of one rank, one way; seconds a message takes beside its bytes."""
+    """`seconds` of compute actions by (kind, stage); `messages` of a transfer by its name; `host` of other actions by kind."""
 
     seconds: Mapping[tuple[ActionKind, int], float]
-    bytes_per_s: float
-    latency: float
+    messages: Mapping[str, float]
+    host: Mapping[ActionKind, float] = field(default_factory=dict)
 
     @staticmethod
     def of_cluster(plan: Plan, cluster: Cluster) -> Durations:
-        """Estimated: the plan's FLOPs at the cluster's speed."""
+        """Estimated: the plan's FLOPs and bytes at the cluster's speed."""
         speed = cluster.gpu.flops * cluster.efficiencies.gemm.value
         seconds: dict[tuple[ActionKind, int], float] = {}
         for stage in plan.stages:
@@ -59,29 +61,71 @@ class Durations:
                 (ActionKind.BACKWARD_WEIGHT, stage.index): forward,
             }
         nic = cluster.nic_bytes_per_s * cluster.efficiencies.network.value
-        return Durations(seconds, nic * cluster.nics_per_node / cluster.gpus_per_node, 0.0)
+        rate = nic * cluster.nics_per_node / cluster.gpus_per_node
+        sizes = {g: len(plan.topology.ranks_of_group(g)) for g in plan.topology.groups}
+        messages = {}
+        for transfer in plan.transfers:
+            ends = (plan.topology.group_of_stage(s) for s in (transfer.src, transfer.dst))
+            messages[transfer.name] = message_bytes(plan, transfer) / (rate * min(sizes[g] for g in ends))
+        return Durations(seconds, messages)
 
     @staticmethod
-    def of_timeline(recorded: Iterable[Recorded]) -> Durations:
-        """Measured: the median of each kind and stage, and messages by a line through (bytes, seconds) of the quickest ones.
-
-        A message's slice begins when its receive is posted, so most of it may be waiting: only the quickest tenth counts.
-        Raises InputError where a timeline has no compute actions.
-        """
+    def of_timeline(plan: Plan, recorded: Sequence[Recorded]) -> Durations:
+        """Measured, from steps of a run. Raises InputError where a timeline has no compute actions."""
         found: defaultdict[tuple[ActionKind, int], list[float]] = defaultdict(list)
-        moves: list[tuple[int, float]] = []
         for one in recorded:
             if one.action.kind in COMPUTE_KINDS:
                 found[one.action.kind, one.action.stage].append(one.end - one.start)
-            elif one.action.kind is ActionKind.RECV and one.nbytes:
-                moves.append((one.nbytes, one.end - one.start))
         if not found:
             raise InputError("the timeline has no compute actions: record one with `disagmoe train`")
-        seconds = {key: statistics.median(values) for key, values in found.items()}
-        moves.sort(key=lambda move: move[1] / move[0])
-        quick = moves[: max(1, len(moves) // 10)]
-        rate = statistics.median(nbytes / taken for nbytes, taken in quick) if quick else float("inf")
-        return Durations(seconds, rate, 0.0)
+        seconds = {key: statistics.mean(values) for key, values in found.items()}
+        return Durations(seconds, _message_seconds(plan, recorded), _host_seconds(recorded))
+
+
+_BLOCKED_S = 2e-4
+"""A WAIT that took longer did wait."""
+
+
+def _message_seconds(plan: Plan, recorded: Sequence[Recorded]) -> dict[str, float]:
+    """Per transfer the lower quartile of the time from when it was sent and its receive posted to the end of the WAIT for it.
+
+    Each is an upper bound of what the message took, as a WAIT may come long after the arrival: hence the lower ones.
+    """
+    began: dict[tuple[int, str, int | None], float] = {}
+    for one in recorded:
+        if one.action.kind in (ActionKind.SEND, ActionKind.RECV) and one.action.transfer is not None:
+            key = (one.step, one.action.transfer, one.action.microbatch)
+            began[key] = max(began.get(key, one.start), one.start)
+    stage_of = {t.name: t.dst for t in plan.transfers}
+    taken: defaultdict[str, list[float]] = defaultdict(list)
+    for one in recorded:
+        name = one.action.transfer
+        if one.action.kind is ActionKind.WAIT and name is not None and stage_of[name] == one.action.stage:
+            start = began.get((one.step, name, one.action.microbatch))
+            if start is not None:
+                taken[name].append(max(one.end - start, 0.0))
+        elif one.action.kind is ActionKind.REDUCE_GRAD and name is not None:
+            taken[name].append(one.end - one.start)
+    return {name: sorted(values)[len(values) // 4] for name, values in taken.items()}
+
+
+_HOST_KINDS = (ActionKind.SEND, ActionKind.RECV, ActionKind.FREE)
+
+
+def _host_seconds(recorded: Sequence[Recorded]) -> dict[ActionKind, float]:
+    """Per kind the mean time until the host got to its next action; of a WAIT, those that did not wait."""
+    lists: defaultdict[tuple[int, int], list[Recorded]] = defaultdict(list)
+    for one in recorded:
+        lists[one.rank, one.step].append(one)
+    spent: defaultdict[ActionKind, list[float]] = defaultdict(list)
+    for listed in lists.values():
+        listed.sort(key=lambda one: one.start)
+        for one, following in pairwise(listed):
+            if one.action.kind in _HOST_KINDS:
+                spent[one.action.kind].append(following.start - one.start)
+            elif one.action.kind is ActionKind.WAIT and one.end - one.start <= _BLOCKED_S:
+                spent[ActionKind.WAIT].append(one.end - one.start)
+    return {kind: statistics.mean(values) for kind, values in spent.items()}
 
 
 def read_timeline(document: Any) -> list[Recorded]:
@@ -112,17 +156,14 @@ def plan_program(
     if schedule is None:
         raise InputError("the plan has no training schedule: it was made for a graph without gradients")
     _check_durations(schedule, durations)
-    links: dict[Any, float] = {}
-    for group in plan.topology.groups:
-        size = len(plan.topology.ranks_of_group(group))
-        links |= {(str(group), way): size * durations.bytes_per_s for way in ("out", "in")}
+    links = {(str(group), way): 1.0 for group in plan.topology.groups for way in ("out", "in")}
     return Program(
         schedule=schedule,
         transfers=plan.transfers,
         seconds=durations.seconds,
-        messages={t.name: _legs(plan, t) for t in plan.transfers},
-        links=links,
-        latency=durations.latency,
+        messages={t.name: _legs(plan, t, durations.messages.get(t.name, 0.0)) for t in plan.transfers},
+        links=dict(links),
+        host=durations.host,
         queueing=queueing,
     )
 
@@ -158,10 +199,10 @@ def _token_bounds(plan: Plan, transfer: Transfer) -> dict[str, int]:
     return found
 
 
-def _legs(plan: Plan, transfer: Transfer) -> tuple[Leg, ...]:
-    amount = message_bytes(plan, transfer)
+def _legs(plan: Plan, transfer: Transfer, seconds: float) -> tuple[Leg, ...]:
+    """A message alone takes `seconds`; links have a capacity of one second a second."""
     src, dst = (plan.topology.group_of_stage(s) for s in (transfer.src, transfer.dst))
-    return (Leg(amount, _ends(src, dst)),) if amount else ()
+    return (Leg(seconds, _ends(src, dst)),) if seconds else ()
 
 
 def _ends(src: Group, dst: Group) -> tuple[tuple[str, str], tuple[str, str]]:

@@ -38,7 +38,8 @@ class Queueing(StrEnum):
 class Program:
     """`seconds[kind, stage]` of a compute action; `pairs[(kind, stage), (kind, stage)]` of two at once in an OVERLAP (default:
     one after the other). `messages`: per transfer its legs, in bytes over links; `links`: bytes/s. `latency` is added to each
-    message, `overhead` to each compute action. Any unit of time and amount will do, if it is the same everywhere.
+    message, `overhead` to each compute action, `host` (where `queueing` is host) to each other action by kind. Any unit of time
+    and amount will do, if it is the same everywhere.
     """
 
     schedule: Schedule
@@ -49,6 +50,7 @@ class Program:
     pairs: Mapping[tuple[tuple[ActionKind, int], ...], Number] = field(default_factory=dict)
     latency: Number = 0
     overhead: Number = 0
+    host: Mapping[ActionKind, Number] = field(default_factory=dict)
     queueing: Queueing = Queueing.LIST
 
     def __post_init__(self) -> None:
@@ -164,7 +166,7 @@ class _Builder:
                 computed[part.kind, part.stage, part.microbatch] = task
             return task
         if kind is ActionKind.FREE:
-            return None
+            return self._on_host(kind, before)
         if kind is ActionKind.REDUCE_GRAD:
             return self._reduce(group, position, action, before)
         if kind is ActionKind.WAIT and action.after is not None:
@@ -177,19 +179,29 @@ class _Builder:
         message, transfer = self._message(key), self.transfers[action.transfer]
         if kind is ActionKind.SEND:
             self.sends.add(key)
+            own = self._on_host(kind, before)
+            before = before if own is None else [own]
             self.tasks.after[self.header.get(key, message)] += before
             if not self.is_host:
                 self.tasks.after[message] += [last["sent"]] if "sent" in last else []
                 last["sent"] = message
-            return None
+            return own
         if kind is ActionKind.RECV:
             self.receives.add(key)
+            own = self._on_host(kind, before)
+            before = before if own is None else [own]
             if self.is_host:
                 self.tasks.after[message] += self._posted(key, before, last)
-            return None
+            return own
         if transfer.dst == action.stage or self.is_host:
-            return self.tasks.add(after=[*before, message])
+            delay = self.program.host.get(kind, 0) if self.is_host else 0
+            return self.tasks.add(delay, after=[*before, message])
         return None  # beside the host nothing waits for a send buffer: its memory is free when the message is gone
+
+    def _on_host(self, kind: ActionKind, before: list[int]) -> int | None:
+        """A task of its own for an action that takes time of the host."""
+        taken = self.program.host.get(kind, 0) if self.is_host else 0
+        return self.tasks.add(taken, before) if taken else None
 
     def _compute(self, group: Group, action: Action, before: list[int]) -> int:
         seconds = self.program.duration(action)

@@ -53,7 +53,7 @@ def compare(plan: Plan, recorded: Sequence[Recorded]) -> tuple[Timeline, list[Ro
         )
     kept = steps[1:]
     half = kept[: len(kept) // 2]
-    durations = Durations.of_timeline([one for one in recorded if one.step in half])
+    durations = Durations.of_timeline(plan, [one for one in recorded if one.step in half])
     judged = [one for one in recorded if one.step in kept[len(kept) // 2 :]]
     timeline = simulate_program(plan_program(plan, durations, queueing=Queueing.HOST))
     rows = [Row("step", float(timeline.makespan), _measured_step(judged))]
