@@ -108,7 +108,11 @@ class _Splitter:
         inside = {*self.experts, *(param for node in self.experts for param in node.args[4:])}
         held = dict.fromkeys(param for node in self.experts for param in _parameters(node))
         for node in held:
-            outside = [user for user in node.users if user not in inside or node in user.args[:4]]
+            outside = [
+                user
+                for user in node.users
+                if user not in inside or (user in self.experts and node in user.args[:4])
+            ]
             source = source_of(node)
             if outside and source is not None:
                 raise UnsupportedModelError(

@@ -81,7 +81,7 @@ def chain_of(graph: fx.Graph, starts: Mapping[int, Sequence[fx.Node]], order: Ma
         reached[node] = bits.get(node, 0)
         for source in node.all_input_nodes:
             reached[node] |= reached.get(source, 0)
-        if reached[node] == everyone and node.op != "output" and not _takes_rows_of_the_sum(node, reached):
+        if reached[node] == everyone and is_tensor(node) and not _takes_rows_of_the_sum(node, reached):
             return _walk(node, reached)
     raise NoMatch(first, "the experts that it tells apart never meet in one sum")
 
