@@ -8,7 +8,7 @@ contract (see `contract.py`), runs, verifies, and shows the graph to observers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Protocol
 
 from torch import fx
@@ -19,12 +19,14 @@ from disagmoe_compile.passes.contract import Capability
 @dataclass(frozen=True, slots=True)
 class PassReport:
     """`matched`: places the pass looked for and found. `inserted`: nodes or modules it added. `skipped`:
-    places it left as they were, each with the reason. `notes`: what it found, for people."""
+    places it left as they were, each with the reason. `notes`: what it found, for people. `options`: what the
+    pass was constructed with, filled in by the manager."""
 
     matched: int = 0
     inserted: int = 0
     skipped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         text = f"matched {self.matched}, inserted {self.inserted}, skipped {len(self.skipped)}"
@@ -45,6 +47,17 @@ class GraphPass(Protocol):
     def provides(self) -> frozenset[Capability]: ...
 
     def run(self, graph_module: fx.GraphModule) -> PassReport: ...
+
+
+def bound_options(graph_pass: GraphPass) -> tuple[str, ...]:
+    """`name=value` of what the pass was constructed with. Without its sets of capabilities: those print in another order in
+    every process."""
+    names: list[str] = [f.name for f in fields(graph_pass)] if is_dataclass(graph_pass) else []
+    return tuple(
+        f"{name}={getattr(graph_pass, name)!r}"
+        for name in names
+        if name not in ("name", "requires", "provides")
+    )
 
 
 Observer = Callable[[int, str, fx.GraphModule, PassReport], None]

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
-from disagmoe_compile.passes.base import GraphPass, Observer, PassReport
+from disagmoe_compile.passes.base import GraphPass, Observer, PassReport, bound_options
 from disagmoe_compile.passes.contract import Capability, check_order, standing, verify
 
 logger = logging.getLogger(__name__)  # TORCH_LOGS=+disagmoe_compile shows it
@@ -38,7 +38,7 @@ class PassManager:
         verify(self.given, graph_module, "capture")
         have, reports = self.given, []
         for index, graph_pass in enumerate(self.passes):
-            report = graph_pass.run(graph_module)
+            report = replace(graph_pass.run(graph_module), options=bound_options(graph_pass))
             graph_module.graph.lint()
             graph_module.recompile()
             have |= graph_pass.provides

@@ -7,13 +7,13 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 
 from torch import fx
 
 from disagmoe_compile.passes import metadata
 from disagmoe_compile.passes.assign_streams import AssignStreams
-from disagmoe_compile.passes.base import GraphPass, Observer, PassReport
+from disagmoe_compile.passes.base import GraphPass, Observer, PassReport, bound_options
 from disagmoe_compile.passes.batch_coupling import batch_coupled
 from disagmoe_compile.passes.canonicalize_experts import CanonicalizeExperts
 from disagmoe_compile.passes.captured import CapturedGraph
@@ -163,12 +163,8 @@ def fingerprint(programs: ModelPrograms, passes: Sequence[GraphPass]) -> str:
         add(programs.loss.denominators.code, programs.loss.coefficients, programs.loss.output_index)
     for graph_pass in passes:
         add(
-            graph_pass.name, _options(graph_pass), inspect.getsource(sys.modules[type(graph_pass).__module__])
+            graph_pass.name,
+            bound_options(graph_pass),
+            inspect.getsource(sys.modules[type(graph_pass).__module__]),
         )
     return digest.hexdigest()[:16]
-
-
-def _options(graph_pass: GraphPass) -> list[str]:
-    """What the pass was constructed with; its sets of capabilities print in another order in every process."""
-    names: list[str] = [f.name for f in fields(graph_pass)] if is_dataclass(graph_pass) else []
-    return [f"{name}={getattr(graph_pass, name)!r}" for name in names if name not in ("requires", "provides")]

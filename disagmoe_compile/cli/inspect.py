@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from disagmoe_compile.inspect.bisect import Bisection
     from disagmoe_compile.inspect.diff import DiffRecorder
     from disagmoe_compile.inspect.explain import Explanation
+    from disagmoe_compile.inspect.pass_pair import PairDiff
 
 
 @command
@@ -23,9 +24,24 @@ def inspect(
         str, typer.Argument(metavar="SOURCE", help="hf:FAMILY, style:NAME or path/to/file.py:factory.")
     ],
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write the graph after every pass, as runnable Python.")
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write the graph after every pass as runnable Python, an HTML report, the schedule and the stages in DOT.",
+        ),
     ] = None,
     passes: Annotated[bool, typer.Option("--passes", help="Show what each pass changed.")] = False,
+    diff: Annotated[
+        str | None,
+        typer.Option(metavar="FIRST:SECOND", help="Show what changed between two passes, by number or name."),
+    ] = None,
+    attention_group_size: Annotated[int, typer.Option(min=1, help="Of the plan that --out shows.")] = 1,
+    ffn_group_size: Annotated[int, typer.Option(min=1, help="Of the plan that --out shows.")] = 1,
+    pipeline_groups: Annotated[int, typer.Option(min=1, help="Of the plan that --out shows.")] = 1,
+    n_microbatches: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of the plan that --out shows; as many as the example batch allows."),
+    ] = None,
     why: Annotated[
         str | None,
         typer.Option(metavar="NODE", help="Say why a node stands in its stage, by its name in the dumps."),
@@ -44,30 +60,42 @@ def inspect(
     debug: DebugOption = False,
 ) -> Output:
     """Shows the stages, transfers and experts of a model, and where its graph breaks."""
+    from disagmoe_compile.cli.inspect_files import Sizes, write_files
     from disagmoe_compile.inspect.bisect import bisect as run_bisection
     from disagmoe_compile.inspect.diff import DiffRecorder
     from disagmoe_compile.inspect.dump import GraphDumper
-    from disagmoe_compile.inspect.explain import explain_graph, no_graph, trace_call
+    from disagmoe_compile.inspect.explain import explain_partition, no_graph, trace_call
+    from disagmoe_compile.inspect.pass_pair import PairRecorder
     from disagmoe_compile.inspect.why import WhyRecorder
     from disagmoe_compile.models.source import load_source
     from disagmoe_compile.passes.captured import CapturedGraph
+    from disagmoe_compile.passes.pipeline import partition_model
 
     disabled = tuple(disable or ())
     diffs = DiffRecorder()
     recorder = None if why is None else WhyRecorder(why)
-    bisection = None
+    pair = None if diff is None else PairRecorder.parse(diff)
+    bisection, files = None, {}
     with Console(stderr=True).status("tracing"):
         loaded = load_source(source)
         traced = trace_call(loaded.model, loaded.args, loaded.kwargs)
         if isinstance(traced, CapturedGraph):
             dumper = None if out is None else GraphDumper(out)
-            observers = [one for one in (diffs, dumper, recorder) if one is not None]
-            explanation = explain_graph(traced, observers, disabled)
+            observers = [one for one in (diffs, dumper, recorder, pair) if one is not None]
+            partition = partition_model(traced, observers=observers, disabled=disabled)
+            explanation = explain_partition(traced, partition)
+            if out is not None:
+                sizes = Sizes(attention_group_size, ffn_group_size, pipeline_groups, n_microbatches)
+                files = write_files(out, source, traced, partition, explanation, sizes)
             bisection = run_bisection(traced, disabled=disabled) if bisect else None
         else:
             explanation = no_graph(traced)
+    changes = None if pair is None else pair.diff()
     answer = None if recorder is None else recorder.answer
     document = {"source": source, **explanation.to_dict(), "dumps": None if out is None else str(out)}
+    document["files"] = files
+    if changes is not None:
+        document["diff"] = asdict(changes)
     if passes:
         document["passes"] = [
             {**one, "operations": diff.operations, "added": diff.added, "removed": diff.removed}
@@ -85,12 +113,24 @@ def inspect(
     def render(console: Console) -> None:
         if answer is not None:
             console.print(str(answer), markup=False, highlight=False)
+        elif changes is not None:
+            _render_diff(console, changes)
         elif bisection is not None:
             _render_bisection(console, bisection)
         else:
             _render(console, explanation, diffs, passes, out)
+            for kind, path in files.items():
+                console.print(f"{kind}: {path}", soft_wrap=True)
 
     return Output(document, render)
+
+
+def _render_diff(console: Console, changes: PairDiff) -> None:
+    added = [f"+{count} {name}" for name, count in changes.added.items()]
+    removed = [f"-{count} {name}" for name, count in changes.removed.items()]
+    counts = ", ".join(added + removed) or "the same operations"
+    text = f"{changes.first} to {changes.second}: {counts}\n{changes.code}"
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _render_bisection(console: Console, bisection: Bisection) -> None:

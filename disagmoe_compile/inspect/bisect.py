@@ -6,14 +6,12 @@ graph's own. The first pass whose error is above the tolerance is the culprit.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
-from disagmoe_compile.errors import InputError
+from disagmoe_compile.inspect.parity import gradient_errors, loss_and_gradients, relative_error
 from disagmoe_compile.passes.base import GraphPass, PassReport
 from disagmoe_compile.passes.captured import CapturedGraph
 from disagmoe_compile.passes.pipeline import partition_model
@@ -65,42 +63,10 @@ class ParityRecorder:
     def __call__(self, index: int, pass_name: str, graph_module: fx.GraphModule, report: PassReport) -> None:
         loss, gradients = loss_and_gradients(self._captured, graph_module, self._arguments)
         expected_loss, expected = self._reference
-        errors = {name: _error(gradients.get(name), expected.get(name)) for name in {*gradients, *expected}}
-        errors["loss"] = _error(loss, expected_loss)
+        errors = {**gradient_errors(gradients, expected), "loss": relative_error(loss, expected_loss)}
         where = max(sorted(errors), key=errors.__getitem__)
         self._found.append(PassError(pass_name, errors[where], where))
 
     @property
     def bisection(self) -> Bisection:
         return Bisection(tuple(self._found))
-
-
-def loss_and_gradients(
-    captured: CapturedGraph, graph_module: fx.GraphModule, arguments: Sequence[object]
-) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    """The loss that `graph_module` computes from a call's flat arguments, and its gradients by parameter name.
-
-    Raises InputError unless the graph returns exactly one scalar that requires grad.
-    """
-    outputs = graph_module(*arguments)
-    losses = [o for o in outputs if isinstance(o, torch.Tensor) and o.dim() == 0 and o.requires_grad]
-    if len(losses) != 1:
-        raise InputError(
-            f"parity of gradients needs one scalar output that requires grad, the model returns {len(losses)}; "
-            "give it labels, or let it return its loss"
-        )
-    leaves: dict[str, torch.Tensor] = {}
-    for position, name in captured.parameter_names().items():
-        argument = arguments[position]
-        if isinstance(argument, torch.Tensor) and argument.requires_grad:
-            leaves[name] = argument
-    found = torch.autograd.grad(losses[0], list(leaves.values()), allow_unused=True)
-    return losses[0].detach(), {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
-
-
-def _error(ours: torch.Tensor | None, expected: torch.Tensor | None) -> float:
-    if ours is None or expected is None or ours.shape != expected.shape:
-        return math.inf
-    ours, expected = ours.double(), expected.double()
-    error = ((ours - expected).norm() / expected.norm().clamp_min(1e-12)).item()
-    return error if math.isfinite(error) else math.inf

@@ -1,7 +1,7 @@
 """Graphs as runnable Python: one numbered file a pass, in one directory.
 
 A dump defines the graph and the graphs inside it as `torch.nn.Module` classes, with the user's source line
-above each operation and shapes beside it. Placeholders carry the names of the parameters they stand for.
+above each operation and shapes beside it. Everything carries the name of its parameter or module (`readable_names.py`).
 `python NN_pass.py` runs the graph once on made-up inputs of the captured shapes and prints the shapes of what
 comes out.
 """
@@ -9,9 +9,8 @@ comes out.
 from __future__ import annotations
 
 import os
-import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from disagmoe_compile.inspect.readable_names import identifier, named_copy, names_passed, readable_names
 from disagmoe_compile.passes import metadata
 from disagmoe_compile.passes.base import PassReport
+from disagmoe_compile.passes.partition import STAGE, AttentionStage
 
 _LITERAL_NUMEL = 16  # constants of a graph up to this size are written out; larger ones are zeros
 
@@ -44,7 +45,8 @@ class GraphDumper:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, index: int, pass_name: str, graph_module: fx.GraphModule, report: PassReport) -> None:
-        header = [f"Pass {index:02d} {pass_name}: {report}"]
+        bound = f"({', '.join(report.options)})" if report.options else ""
+        header = [f"Pass {index:02d} {pass_name}{bound}: {report}"]
         header += [f"option {name} = {value!r}" for name, value in self.options.items() if value is not None]
         self.write(f"{index:02d}_{pass_name}.py", graph_module, header)
 
@@ -61,7 +63,7 @@ def render(graph_module: fx.GraphModule, header: Iterable[str] = ()) -> str:
     title = [*header, _counts(graph_module)]
     classes: list[str] = []
     imports: dict[str, Any] = {}
-    _write_class(graph_module, "GraphModule", classes, imports)
+    _write_class(graph_module, "GraphModule", (), classes, imports)
     parts = [
         '"""' + "\n".join(title).replace("\\", "\\\\").replace('"""', "'''") + '\n"""\n',
         _import_block(graph_module, imports),
@@ -70,6 +72,21 @@ def render(graph_module: fx.GraphModule, header: Iterable[str] = ()) -> str:
         _MAIN,
     ]
     return "\n".join(parts)
+
+
+def stage_texts(graph_module: fx.GraphModule) -> dict[str, str]:
+    """`A0`, `F0`, ... -> the Python text of the stage, of a graph after partition."""
+    names = readable_names(graph_module.graph)
+    passed = names_passed(graph_module.graph, names)
+    found: dict[str, str] = {}
+    for node in graph_module.graph.nodes:
+        stage, module = node.meta.get(STAGE), str(node.target)
+        if stage is not None:
+            name = f"A{stage.boundary}" if isinstance(stage, AttentionStage) else f"F{stage.info.boundary}"
+            classes: list[str] = []
+            _write_class(graph_module.get_submodule(module), name, passed[module], classes, {})
+            found[name] = "\n".join(classes)
+    return found
 
 
 def _counts(graph_module: fx.GraphModule) -> str:
@@ -83,37 +100,27 @@ def _counts(graph_module: fx.GraphModule) -> str:
     )
 
 
-def _write_class(module: fx.GraphModule, name: str, classes: list[str], imports: dict[str, Any]) -> None:
+def _write_class(
+    module: fx.GraphModule, name: str, given: Sequence[str], classes: list[str], imports: dict[str, Any]
+) -> None:
+    """`given`: names of the placeholders."""
+    names = readable_names(module.graph, given)
+    passed = names_passed(module.graph, names)
     lines = []
     for child_name, child in module.named_children():
         if isinstance(child, fx.GraphModule):
-            child_class = f"{name}_{_identifier(child_name)}"
-            _write_class(child, child_class, classes, imports)
+            child_class = f"{name}_{identifier(child_name)}"
+            _write_class(child, child_class, passed.get(child_name, ()), classes, imports)
             lines.append(f"self.{child_name} = {child_class}()")
     for constant_name in _constant_names(module):
         lines.append(f"self.{constant_name} = {_constant(getattr(module, constant_name))}")
-    graph = _renamed(module.graph)
-    code = graph.python_code("self", verbose=True)
+    code = named_copy(module.graph, names).python_code("self", verbose=True)
     imports |= code.globals
     body = code.src.strip().replace("\n", "\n    ")
     init = "".join(f"\n        {line}" for line in lines)
     classes.append(
         f"class {name}(torch.nn.Module):\n    def __init__(self):\n        super().__init__(){init}\n\n    {body}\n"
     )
-
-
-def _renamed(graph: fx.Graph) -> fx.Graph:
-    """A copy whose parameter placeholders are called by the parameter's name."""
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    for node in copy.nodes:
-        node.type = None  # annotations would need imports of their own
-    for node in metadata.placeholders(copy):
-        source = metadata.source_of(node)
-        if source is not None and source.name:
-            node._rename(_identifier(source.name))
-            node.target = node.name  # the argument's name; else the code starts with one alias a parameter
-    return copy
 
 
 def _constant_names(module: fx.GraphModule) -> list[str]:
@@ -184,8 +191,3 @@ def _sizes(tensor: torch.Tensor) -> tuple[int, ...]:
 def _hint(size: int | torch.SymInt) -> int:
     """The captured value of a size. By hint: converting a live SymInt would specialise the graph."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
-
-
-def _identifier(name: str) -> str:
-    text = re.sub(r"\W+", "_", name).strip("_") or "x"
-    return f"_{text}" if text[0].isdigit() else text

@@ -165,7 +165,7 @@ def explain_graph(
     captured: CapturedGraph, observers: Sequence[Observer] = (), disabled: Sequence[str] = ()
 ) -> Explanation:
     """Splits a captured graph, without the passes `disabled`, and describes the result."""
-    return _explanation(captured, partition_model(captured, observers=observers, disabled=disabled))
+    return explain_partition(captured, partition_model(captured, observers=observers, disabled=disabled))
 
 
 def no_graph(broken: GraphBreak | None) -> Explanation:
@@ -188,7 +188,8 @@ class _Capture:
         return gm.forward
 
 
-def _explanation(captured: CapturedGraph, partition: PartitionResult) -> Explanation:
+def explain_partition(captured: CapturedGraph, partition: PartitionResult) -> Explanation:
+    """Describes a captured graph that was split."""
     programs, sizes = partition.programs, captured.sizes(captured.example_inputs)
     stages: list[StageInfo] = []
     for b, attention in enumerate(programs.attention):

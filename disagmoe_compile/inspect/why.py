@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from disagmoe_compile.errors import InputError
+from disagmoe_compile.inspect.readable_names import readable_names
 from disagmoe_compile.passes.base import PassReport
 from disagmoe_compile.passes.label_roles import Placement
 from disagmoe_compile.passes.metadata import EXPERTS, PLACEMENT, describe, source_of
@@ -63,7 +64,8 @@ class WhyRecorder:
 
 def why(graph: fx.Graph, name: str) -> Why:
     """Of a graph whose nodes have places. Raises InputError for a name that no node has, with near ones."""
-    by_name = {node.name: node for node in graph.nodes if node.op != "output"}
+    names = readable_names(graph)
+    by_name = {text: node for node, text in names.items()}
     if name not in by_name:
         near = difflib.get_close_matches(name, by_name, n=5, cutoff=0.3)
         raise InputError(
@@ -73,7 +75,9 @@ def why(graph: fx.Graph, name: str) -> Why:
     node = by_name[name]
     placement: Placement = node.meta[PLACEMENT]
     path = _to_inputs(node) if placement.recomputed else _to_experts(node, placement)
-    return Why(name, _what(node), _stage(placement), placement.reason, tuple(_step(n) for n in path))
+    return Why(
+        name, _what(node), _stage(placement), placement.reason, tuple(_step(n, names[n]) for n in path)
+    )
 
 
 def _to_experts(node: fx.Node, placement: Placement) -> list[fx.Node]:
@@ -105,8 +109,8 @@ def _to_inputs(node: fx.Node) -> list[fx.Node]:
     return list(found)
 
 
-def _step(node: fx.Node) -> Step:
-    return Step(node.name, _what(node), _stage(node.meta[PLACEMENT]))
+def _step(node: fx.Node, name: str) -> Step:
+    return Step(name, _what(node), _stage(node.meta[PLACEMENT]))
 
 
 def _what(node: fx.Node) -> str:

@@ -8,6 +8,7 @@ from torch import fx
 from disagmoe_compile import testing
 from disagmoe_compile.errors import InputError
 from disagmoe_compile.inspect.bisect import bisect
+from disagmoe_compile.inspect.readable_names import readable_names
 from disagmoe_compile.inspect.why import WhyRecorder, why
 from disagmoe_compile.passes.base import PassReport
 from disagmoe_compile.passes.metadata import EXPERTS, PLACEMENT
@@ -43,8 +44,13 @@ def first(graph: fx.Graph, boundary: int, recomputed: bool = False) -> fx.Node:
     )  # fmt: skip
 
 
+def named(graph: fx.Graph, node: fx.Node) -> str:
+    """As in the dumps."""
+    return readable_names(graph)[node]
+
+
 def test_a_node_after_the_experts_leads_back_to_them(placed) -> None:
-    answer = why(placed, first(placed, 1).name)
+    answer = why(placed, named(placed, first(placed, 1)))
     assert answer.stage == "A1" and answer.path[-1].stage == "F0"
     assert "reads 1 boundaries" in answer.rule
     assert str(answer).splitlines()[1].startswith("stands in A1: ")
@@ -52,7 +58,7 @@ def test_a_node_after_the_experts_leads_back_to_them(placed) -> None:
 
 def test_experts_say_that_they_are(placed) -> None:
     experts = [n for n in placed.nodes if EXPERTS in n.meta]
-    answer = why(placed, experts[1].name)
+    answer = why(placed, named(placed, experts[1]))
     assert (answer.stage, answer.rule) == ("F1", "the experts of a boundary")
     assert answer.path[-1].stage == "F0"
 
@@ -61,7 +67,7 @@ def test_a_recomputed_node_leads_to_what_it_depends_on(placed) -> None:
     node = next(
         n for n in placed.nodes if n.op != "placeholder" and (p := n.meta.get(PLACEMENT)) and p.recomputed
     )
-    answer = why(placed, node.name)
+    answer = why(placed, named(placed, node))
     assert answer.stage == "every stage that reads it" and "each reader recomputes it" in answer.rule
     assert all(step.stage == "every stage that reads it" for step in answer.path)
 
@@ -74,7 +80,7 @@ def test_an_unknown_name_lists_near_ones(placed) -> None:
 
 
 def test_the_recorder_answers_while_the_passes_run(call) -> None:
-    recorder = WhyRecorder("experts")
+    recorder = WhyRecorder("blocks_0_moe_experts")
     partition_model(call.captured, observers=[recorder])
     assert recorder.answer is not None and recorder.answer.stage == "F0"
 
