@@ -19,11 +19,12 @@ from typing import Any
 from disagmoe_compile.errors import InputError
 from disagmoe_compile.plan.action import COMPUTE_KINDS, Action, ActionKind
 from disagmoe_compile.plan.ir import Plan, Schedule, TokenDim, Transfer, TransferKind
-from disagmoe_compile.plan.topology import Group, Role
+from disagmoe_compile.plan.topology import Role
 from disagmoe_compile.planner.hardware import Cluster
 from disagmoe_compile.planner.step_costs import expected_copies
 from disagmoe_compile.simulator.engine import Leg
 from disagmoe_compile.simulator.program import Program, Queueing
+from disagmoe_compile.simulator.sharing import Link
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,15 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """`seconds` of compute actions by (kind, stage); `messages` of a transfer by its name; `host` of other actions by kind."""
+    """`seconds` of compute actions by (kind, stage); `messages` of a transfer by its name; `host` of other actions by kind.
+
+    `shares_links`: messages were timed alone and slow each other down. Measured ones had their share of that already.
+    """
 
     seconds: Mapping[tuple[ActionKind, int], float]
     messages: Mapping[str, float]
     host: Mapping[ActionKind, float] = field(default_factory=dict)
+    shares_links: bool = True
 
     @staticmethod
     def of_cluster(plan: Plan, cluster: Cluster) -> Durations:
@@ -79,7 +84,9 @@ class Durations:
         if not found:
             raise InputError("the timeline has no compute actions: record one with `disagmoe train`")
         seconds = {key: statistics.mean(values) for key, values in found.items()}
-        return Durations(seconds, _message_seconds(plan, recorded), _host_seconds(recorded))
+        return Durations(
+            seconds, _message_seconds(plan, recorded), _host_seconds(recorded), shares_links=False
+        )
 
 
 _BLOCKED_S = 2e-4
@@ -156,13 +163,19 @@ def plan_program(
     if schedule is None:
         raise InputError("the plan has no training schedule: it was made for a graph without gradients")
     _check_durations(schedule, durations)
-    links = {(str(group), way): 1.0 for group in plan.topology.groups for way in ("out", "in")}
+    legs: dict[str, tuple[Leg, ...]] = {}
+    for transfer in plan.transfers:
+        src, dst = (plan.topology.group_of_stage(s) for s in (transfer.src, transfer.dst))
+        ends: tuple[Link, ...] = ((str(src), "out"), (str(dst), "in"))
+        alone: tuple[Link, ...] = ((transfer.name, "alone"),)
+        taken = durations.messages.get(transfer.name, 0.0)
+        legs[transfer.name] = (Leg(taken, ends if durations.shares_links else alone),) if taken else ()
     return Program(
         schedule=schedule,
         transfers=plan.transfers,
         seconds=durations.seconds,
-        messages={t.name: _legs(plan, t, durations.messages.get(t.name, 0.0)) for t in plan.transfers},
-        links=dict(links),
+        messages=legs,
+        links={link: 1.0 for found in legs.values() for leg in found for link in leg.links},
         host=durations.host,
         queueing=queueing,
     )
@@ -197,16 +210,6 @@ def _token_bounds(plan: Plan, transfer: Transfer) -> dict[str, int]:
             for spec in other.payload:
                 found |= {dim.name: dim.upper_bound for dim in spec.shape if isinstance(dim, TokenDim)}
     return found
-
-
-def _legs(plan: Plan, transfer: Transfer, seconds: float) -> tuple[Leg, ...]:
-    """A message alone takes `seconds`; links have a capacity of one second a second."""
-    src, dst = (plan.topology.group_of_stage(s) for s in (transfer.src, transfer.dst))
-    return (Leg(seconds, _ends(src, dst)),) if seconds else ()
-
-
-def _ends(src: Group, dst: Group) -> tuple[tuple[str, str], tuple[str, str]]:
-    return (str(src), "out"), (str(dst), "in")
 
 
 def _check_durations(schedule: Schedule, durations: Durations) -> None:

@@ -3,7 +3,8 @@
     ready      an action whose inputs have arrived: I before F before W; of equal kind the micro-batch that entered first
     cap        at most `in_flight` micro-batches are between their first F and their last W: a group never holds more activations
                than that many per stage
-    I, W       a backward is split: what others wait for comes first, and W fills the gaps (stage 0 has no input gradient: B)
+    I, W       a backward is split: what others wait for comes first, and W fills the gaps (stage 0 has no input gradient: B; a
+    tied head too)
 
 The order of the lists is one that ran: it cannot deadlock, whatever the number of micro-batches, groups or stages, and whatever
 the real times turn out to be. In the rehearsal a message takes its time on the sending group's way out and the receiving group's
@@ -119,7 +120,8 @@ class _Run:
     def _ended(self, kind: ActionKind, stage: int, microbatch: int, now: float) -> None:
         if kind is _F:
             if stage == self.last:
-                self._becomes_ready(_I if stage else _B, stage, microbatch)(now)
+                # a tied head adds to stage 0's gradients: no W of it may be left when those are summed over the replicas
+                self._becomes_ready(_B if self.topology.tied_head else _I, stage, microbatch)(now)
             else:
                 self._send(_F, stage, stage + 1, microbatch, now)
             return

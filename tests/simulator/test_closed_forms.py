@@ -9,11 +9,14 @@ from fractions import Fraction
 
 import pytest
 
+from disagmoe_compile.passes.schedule.af_pipe import af_pipe
+from disagmoe_compile.passes.schedule.list_schedule import list_schedule
 from disagmoe_compile.simulator.abstract import (
     AFShape,
     PipelineShape,
     af_program,
     pipeline_program,
+    resident_activations,
 )
 from disagmoe_compile.simulator.program import Program
 from disagmoe_compile.simulator.timeline import simulate_program
@@ -87,3 +90,18 @@ def test_af_pipe_forward_idles_for_fill_and_drain_of_the_critical_group(
     times = {"A": Fraction(a), "F": Fraction(f), "C": Fraction(c)}
     program = af_program(times, AFShape(p, layers, n, forward_only=True))
     assert _bubble(program) == p * (a + f) + (2 * p - 1) * c - max(a, f)
+
+
+@pytest.mark.parametrize(("p", "layers"), [(1, 4), (2, 8), (2, 28), (4, 28)])
+def test_af_pipe_in_rounds_holds_two_activations_more_than_the_in_order_pipeline(p: int, layers: int) -> None:
+    """4L + 4p - 1 is that of 1F1B interleaved over 4p places, messages counted as stages; rounds hold one more at either end."""
+    shape = AFShape(p, layers, 8 * p)
+    held = resident_activations(af_pipe(shape.topology, 8 * p), shape.topology)
+    assert max(held.values()) == 4 * layers + 4 * p + 1
+
+
+@pytest.mark.parametrize(("p", "layers"), [(1, 4), (2, 8)])
+def test_af_pipe_by_list_holds_no_more_than_its_cap(p: int, layers: int) -> None:
+    shape = AFShape(p, layers, 8 * p)
+    held = resident_activations(list_schedule(shape.topology, 8 * p, in_flight=4 * p), shape.topology)
+    assert max(held.values()) <= 4 * layers

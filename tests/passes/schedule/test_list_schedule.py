@@ -1,0 +1,66 @@
+"""AF-Pipe by list scheduling: valid for any size, within its cap, and near what no schedule can beat."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from disagmoe_compile.passes.schedule.list_schedule import Rehearsal, list_schedule
+from disagmoe_compile.passes.schedule.lower import lower, lower_lists
+from disagmoe_compile.plan.completeness import peak_residency
+from disagmoe_compile.plan.topology import Topology
+from disagmoe_compile.plan.validate import validate
+from disagmoe_compile.simulator.abstract import AFShape, af_program
+from disagmoe_compile.simulator.bound import lower_bound
+from disagmoe_compile.simulator.timeline import simulate_program
+from disagmoe_compile.testing.plans import example_plan
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    groups=st.integers(1, 3),
+    boundaries=st.integers(1, 5),
+    n=st.integers(1, 7),
+    in_flight=st.integers(1, 6),
+    is_tied=st.booleans(),
+)
+def test_it_is_valid_for_any_size_ragged_ones_included(
+    groups: int, boundaries: int, n: int, in_flight: int, is_tied: bool
+) -> None:
+    topology = Topology(2, 2, groups, groups, boundaries, tied_head=is_tied)
+    plan = example_plan(topology, n)
+    schedule = list_schedule(topology, n, in_flight=in_flight)
+    owned = [s.index for s in plan.stages if s.owned_fqns and s.index % 2 == 0]
+    lowered = lower(schedule, topology, plan.transfers, owned_stages=owned)
+    limit = max(peak_residency(schedule).values())
+    checked = replace(plan, training=lowered, resident_limit=max(limit, plan.resident_limit))
+    assert validate(checked) == []
+
+
+@pytest.mark.parametrize("in_flight", [1, 3, 8])
+def test_the_cap_on_micro_batches_in_flight_is_kept(in_flight: int) -> None:
+    topology = Topology(1, 1, 2, 2, 6)
+    held = peak_residency(list_schedule(topology, 16, in_flight=in_flight))
+    for group, peak in held.items():
+        assert peak <= in_flight * len(topology.stages_of_group(group))
+
+
+@pytest.mark.parametrize(("a", "f", "c"), [(1, 1, 0.3), (2, 1, 0.5), (1, 2, 0.5), (3, 2, 1)])
+@pytest.mark.parametrize(("p", "n"), [(1, 8), (2, 16)])
+def test_makespan_is_within_five_percent_of_the_bound(p: int, n: int, a: float, f: float, c: float) -> None:
+    times = {"A": a, "F": f, "C": c, "BA": 2 * a, "WA": a, "BF": 2 * f, "WF": f}
+    shape = AFShape(p, 8, n)
+    base = af_program(times, shape)
+    rehearsal = Rehearsal({key: float(value) for key, value in base.seconds.items()}, c)
+    schedule = list_schedule(shape.topology, n, in_flight=4 * p, rehearsal=rehearsal)
+    program = replace(base, schedule=lower_lists(schedule, base.transfers))
+    assert float(simulate_program(program).makespan) <= 1.05 * float(lower_bound(program).seconds)
+
+
+@pytest.mark.parametrize(("n", "in_flight"), [(0, 2), (2, 0)])
+def test_sizes_below_one_are_refused(n: int, in_flight: int) -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        list_schedule(Topology(1, 1, 1, 1, 2), n, in_flight=in_flight)

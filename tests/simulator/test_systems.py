@@ -1,0 +1,117 @@
+"""AF-Pipe and its rivals on a real model: one cost model, the same options, honest memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from disagmoe_compile.errors import InputError
+from disagmoe_compile.models.catalogue import find_model
+from disagmoe_compile.planner.hardware import Cluster, find_cluster
+from disagmoe_compile.planner.model_spec import layer_pattern
+from disagmoe_compile.planner.step_costs import Dedup, ModelCosts, model_costs
+from disagmoe_compile.simulator.af_model import AFChoice, AFModel
+from disagmoe_compile.simulator.results import af_result, model_flops, rival_result
+from disagmoe_compile.simulator.rival_model import RIVALS, RivalChoice, RivalModel
+from disagmoe_compile.simulator.search import Setting, best
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelCosts:
+    """DeepSeek-MoE with eight layers, all with experts."""
+    spec = replace(find_model("DeepSeek-MoE-16B"), layers=layer_pattern(8))
+    return model_costs(spec, seq_length=4096)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Cluster:
+    return find_cluster("H800-SXM5", 4)
+
+
+def _rival(model: ModelCosts, cluster: Cluster, system: str, **changes: object) -> RivalModel:
+    choice = RivalChoice(system, 2, 16, 1, 1, 8)
+    return RivalModel(model, cluster, replace(choice, **changes))  # type: ignore[arg-type]
+
+
+def test_every_system_computes_the_same_work(model: ModelCosts, cluster: Cluster) -> None:
+    """GPU seconds a sequence agree between AF-Pipe and Megatron, but for the rows an expert gets and kernel launches."""
+    af = AFModel(model, cluster, AFChoice(1, 16, 16, 1, 8, shared_on_ffn=False))
+    rival = _rival(model, cluster, "megatron_1f1b", pipeline_ranks=1, ep_size=16)
+    timeline, other = af_result(af).timeline, rival_result(rival).timeline
+    spent = sum(float(timeline.share(g).busy) * 16 for g in timeline.groups) / af.choice.sequences
+    theirs = sum(float(other.share(g).busy) * 32 for g in other.groups) / rival.sequences
+    assert spent == pytest.approx(theirs, rel=0.06)
+
+
+def test_overlap_hides_communication_in_the_order_of_the_systems_claims(
+    model: ModelCosts, cluster: Cluster
+) -> None:
+    exposed = {
+        system: rival_result(_rival(model, cluster, system, parts=parts)).exposed_s
+        for system, parts in (("megatron_1f1b", 1), ("tutel", 4), ("comet", 8))
+    }
+    assert exposed["comet"] < exposed["tutel"] < exposed["megatron_1f1b"]
+
+
+def test_dualpipe_is_faster_than_exposed_all_to_all_and_slower_than_ideal(
+    model: ModelCosts, cluster: Cluster
+) -> None:
+    steps = {
+        s: rival_result(_rival(model, cluster, s)).step_s
+        for s in ("megatron_1f1b", "dualpipe", "dualpipe_ideal")
+    }
+    assert steps["dualpipe_ideal"] <= steps["dualpipe"] < steps["megatron_1f1b"]
+
+
+@pytest.mark.parametrize("system", RIVALS)
+def test_every_rival_gets_deduplication(system: str, model: ModelCosts, cluster: Cluster) -> None:
+    sent = [
+        _rival(model, cluster, system, dedup=d).exchange()[0] for d in (Dedup.NONE, Dedup.RANK, Dedup.NODE)
+    ]
+    assert sent[0] > sent[1] > sent[2] > 0
+
+
+def test_experts_in_one_node_send_nothing_over_nics(model: ModelCosts, cluster: Cluster) -> None:
+    nic, link = _rival(model, cluster, "megatron_1f1b", ep_size=8).exchange()
+    assert nic == 0 and link > 0
+
+
+def test_af_pipe_sends_less_with_deduplication(model: ModelCosts, cluster: Cluster) -> None:
+    choice = AFChoice(1, 16, 16, 1, 8)
+    sent = [AFModel(model, cluster, replace(choice, dedup=d)).exchange()[0] for d in Dedup]
+    assert sent[0] > sent[1] > sent[2]
+
+
+def test_recompute_costs_time_and_saves_memory(model: ModelCosts, cluster: Cluster) -> None:
+    plain = af_result(AFModel(model, cluster, AFChoice(1, 16, 16, 1, 8)))
+    saved = af_result(
+        AFModel(model, cluster, AFChoice(1, 16, 16, 1, 8, recompute_attention=True, recompute_ffn=True))
+    )
+    assert float(saved.critical.busy) > float(plain.critical.busy)
+    assert all(saved.activation_bytes[role] < plain.activation_bytes[role] for role in ("attention", "ffn"))
+
+
+def test_mfu_counts_no_recompute(model: ModelCosts, cluster: Cluster) -> None:
+    result = af_result(AFModel(model, cluster, AFChoice(1, 16, 16, 1, 8, recompute_attention=True)))
+    flops = 128 * model_flops(model) / result.step_s / 32 / cluster.gpu.flops
+    assert result.mfu == pytest.approx(flops)
+
+
+def test_the_search_pins_what_is_given(model: ModelCosts, cluster: Cluster) -> None:
+    setting = Setting(model, cluster, 128, micro_batch_size=1, ep_size=16, simulated=1)
+    assert best(setting, "megatron_1f1b").options["ep_size"] == 16
+    found = best(replace(setting, pipeline_groups=2, ffn_group_size=8), "af_pipe").options
+    assert (found["pipeline_groups"], found["ffn_group_size"]) == (2, 8)
+
+
+def test_no_sizes_that_fit_is_an_error(model: ModelCosts, cluster: Cluster) -> None:
+    with pytest.raises(InputError, match="no sizes of megatron_1f1b fit"):
+        best(Setting(model, cluster, 128, ep_size=24), "megatron_1f1b")
+
+
+def test_sizes_that_contradict_each_other_are_refused(model: ModelCosts, cluster: Cluster) -> None:
+    with pytest.raises(InputError, match="does not divide 32 GPUs"):
+        _rival(model, cluster, "tutel", pipeline_ranks=3)
+    with pytest.raises(InputError, match="do not fit on 32 GPUs"):
+        AFModel(model, cluster, AFChoice(1, 32, 16, 1, 8))
