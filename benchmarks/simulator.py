@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from itertools import pairwise
 
 from disagmoe_compile.models.catalogue import find_model
 from disagmoe_compile.planner.hardware import find_cluster
@@ -48,7 +49,7 @@ def main() -> None:
             times.append(time.process_time())
             bound = lower_bound(program)
             times.append(time.process_time())
-            lists, simulating, bounding = (b - a for a, b in zip(times, times[1:]))
+            lists, simulating, bounding = (b - a for a, b in pairwise(times))
             actions = sum(map(len, program.schedule.actions.values()))
             ratio = float(timeline.makespan) / float(bound.seconds)
             verdict = "" if simulating < BAR_S else "  over the bar"

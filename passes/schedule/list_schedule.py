@@ -3,8 +3,8 @@
     ready      an action whose inputs have arrived: I before F before W; of equal kind the micro-batch that entered first
     cap        at most `in_flight` micro-batches are between their first F and their last W: a group never holds more activations
                than that many per stage
-    I, W       a backward is split: what others wait for comes first, and W fills the gaps (stage 0 has no input gradient: B; a
-    tied head too)
+    I, W       a backward is split: what others wait for comes first, and W fills the gaps; whole (B) stay that of stage 0, which
+               has no input gradient, and that of a tied head
 
 The order of the lists is one that ran: it cannot deadlock, whatever the number of micro-batches, groups or stages, and whatever
 the real times turn out to be. In the rehearsal a message takes its time on the sending group's way out and the receiving group's
