@@ -19,7 +19,6 @@ from dataclasses import replace
 import torch
 from measuring import Clock, build, cpu_seconds, machine, table, traced
 
-from disagmoe_compile.backend.bound_model import parameter_fqns
 from disagmoe_compile.backend.planning import choose_topology, make_plan, microbatch_sizes
 from disagmoe_compile.backend.stage_binding import bind_boundaries
 from disagmoe_compile.config import Options
@@ -42,7 +41,7 @@ def measure(source: str, n_layers: int, compiler: str) -> dict[str, object]:
     sizes = graph.sizes(arguments)
     with clock("plan"):
         topology = choose_topology(programs, sizes, OPTIONS, world_size=4)
-        plan = make_plan(programs, parameter_fqns(graph), sizes, topology, OPTIONS, partition.fingerprint)
+        plan = make_plan(programs, graph.parameter_names(), sizes, topology, OPTIONS, partition.fingerprint)
     micro = microbatch_sizes(programs, sizes, plan.workload.microbatch_size)
     cache = StageCache()
     for program in (*programs.attention, *programs.experts):

@@ -15,7 +15,6 @@ import sys
 import torch
 from measuring import Clock, build, machine, table, traced
 
-from disagmoe_compile.backend.bound_model import parameter_fqns
 from disagmoe_compile.backend.planning import choose_topology, make_plan
 from disagmoe_compile.config import Options
 from disagmoe_compile.passes.pipeline import partition_model
@@ -36,7 +35,9 @@ def measure_model(source: str, n_layers: int) -> dict[str, object]:
     sizes = graph.sizes(arguments)
     with clock("plan"):
         topology = choose_topology(partition.programs, sizes, OPTIONS, world_size=4)
-        make_plan(partition.programs, parameter_fqns(graph), sizes, topology, OPTIONS, partition.fingerprint)
+        make_plan(
+            partition.programs, graph.parameter_names(), sizes, topology, OPTIONS, partition.fingerprint
+        )
     seconds = clock.seconds
     return {
         "layers": n_layers,

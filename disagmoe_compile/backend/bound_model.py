@@ -55,7 +55,7 @@ def bound_model(captured: CapturedGraph, partition: PartitionResult, options: Op
         if one.kind is InputKind.BUFFER:
             _take_from_rank_zero(captured.example_inputs[one.position], world)
     root = root_module()
-    fqns = parameter_fqns(captured)
+    fqns = captured.parameter_names()
     parameters = {fqn: captured.example_inputs[position] for position, fqn in fqns.items()}
     sizes = captured.sizes(captured.example_inputs)
     known = _MODELS.get(root)
@@ -91,11 +91,6 @@ def _take_from_rank_zero(buffer: torch.Tensor, group: dist.ProcessGroup) -> None
     dist.broadcast(values, 0, group=group)
     if values.data_ptr() != buffer.data_ptr():
         buffer.detach().copy_(values)
-
-
-def parameter_fqns(captured: CapturedGraph) -> dict[int, str]:
-    """Position of the argument -> fully qualified name, of the parameters that the graph reads."""
-    return {i: one.name for i, one in enumerate(captured.inputs) if one.kind is InputKind.PARAMETER}
 
 
 def _topology_text(partition: PartitionResult, sizes: object, options: Options) -> str:

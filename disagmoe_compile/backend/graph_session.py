@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from disagmoe_compile.backend.bound_model import BoundModel, from_rank_zero, parameter_fqns
+from disagmoe_compile.backend.bound_model import BoundModel, from_rank_zero
 from disagmoe_compile.backend.planning import load_plan_for, make_plan, microbatch_sizes
 from disagmoe_compile.backend.stage_binding import Sizes, StageBinder, bind_boundaries
 from disagmoe_compile.capture import CapturedGraph, symbol_values
@@ -61,7 +61,7 @@ def make_session(
         prepare=prepare,
         loss=None if programs.loss is None else make_loss(programs.loss),
         outputs=[Output(o.index, o.dtype, o.stage, o.constant) for o in programs.outputs],
-        parameters=parameter_fqns(captured),
+        parameters=captured.parameter_names(),
         inputs=[
             i for i, one in enumerate(captured.inputs) if one.kind in (InputKind.INPUT, InputKind.SYMBOL)
         ],
@@ -103,7 +103,7 @@ class _Preparer:
         trains: bool,
     ) -> None:
         self._fqns, self._inputs, self._fingerprint = (
-            parameter_fqns(captured),
+            captured.parameter_names(),
             captured.inputs,
             partition.fingerprint,
         )

@@ -1,4 +1,4 @@
-"""A graph's numbers on one call, and how far they are from others. NaN and infinity are infinite errors: nothing swallows them."""
+"""A graph's numbers on one call, and how far they are from others. NaN and infinity count as infinite errors."""
 
 from __future__ import annotations
 

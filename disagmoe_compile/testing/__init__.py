@@ -9,22 +9,22 @@ from importlib import import_module
 from typing import Any
 
 _PUBLIC = {
-    "GlooPool": "pool",
-    "PassRun": "passes",
-    "PoolError": "pool",
-    "assert_parity": "parity",
-    "build_model": "models",
-    "capture_call": "virtual",
-    "eager_reference": "parity",
-    "example_plan": "plans",
-    "gradient_errors": "parity",
-    "language_batch": "models",
-    "moe_models": "models",
-    "relative_error": "parity",
-    "run_captured": "virtual",
-    "run_pass": "passes",
-    "run_passes": "passes",
-    "run_virtual": "virtual",
+    "GlooPool": "disagmoe_compile.testing.pool",
+    "PassRun": "disagmoe_compile.testing.passes",
+    "PoolError": "disagmoe_compile.testing.pool",
+    "assert_parity": "disagmoe_compile.testing.parity",
+    "build_model": "disagmoe_compile.testing.models",
+    "capture_call": "disagmoe_compile.testing.virtual",
+    "eager_reference": "disagmoe_compile.testing.parity",
+    "example_plan": "disagmoe_compile.testing.plans",
+    "gradient_errors": "disagmoe_compile.inspect.parity",
+    "language_batch": "disagmoe_compile.testing.models",
+    "moe_models": "disagmoe_compile.testing.models",
+    "relative_error": "disagmoe_compile.inspect.parity",
+    "run_captured": "disagmoe_compile.testing.virtual",
+    "run_pass": "disagmoe_compile.testing.passes",
+    "run_passes": "disagmoe_compile.testing.passes",
+    "run_virtual": "disagmoe_compile.testing.virtual",
 }
 
 __all__ = sorted(_PUBLIC)
@@ -33,7 +33,7 @@ __all__ = sorted(_PUBLIC)
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+    return getattr(import_module(_PUBLIC[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from disagmoe_compile.inspect.parity import gradient_errors
 from disagmoe_compile.models import hf
-from disagmoe_compile.testing.parity import Reference, eager_reference, gradient_errors
+from disagmoe_compile.testing.parity import Reference, eager_reference
 from disagmoe_compile.testing.virtual import CapturedCall, capture_call, run_captured
 
 BATCH, LENGTH = 6, 16

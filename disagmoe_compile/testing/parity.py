@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+
+from disagmoe_compile.inspect.parity import gradient_errors
 
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
@@ -28,25 +29,6 @@ def eager_reference(model: torch.nn.Module, **kwargs: object) -> Reference:
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return Reference(loss.item(), gradients)
-
-
-def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
-    """|ours - reference| / |reference| in the 2-norm; infinite for NaN, infinity or another shape."""
-    if ours.shape != reference.shape:
-        return math.inf
-    ours, reference = ours.detach().double(), reference.detach().double()
-    error = ((ours - reference).norm() / reference.norm().clamp_min(1e-12)).item()
-    return error if math.isfinite(error) else math.inf
-
-
-def gradient_errors(
-    ours: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
-) -> dict[str, float]:
-    """Relative error per parameter; infinite where only one side has a gradient."""
-    return {
-        name: relative_error(ours[name], reference[name]) if name in ours and name in reference else math.inf
-        for name in sorted({*ours, *reference})
-    }
 
 
 def assert_parity(

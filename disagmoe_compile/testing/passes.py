@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from disagmoe_compile.capture import CapturedGraph
-from disagmoe_compile.inspect.bisect import loss_and_gradients
+from disagmoe_compile.inspect.parity import loss_and_gradients
 from disagmoe_compile.passes.base import GraphPass, PassReport
 from disagmoe_compile.passes.pipeline import partition_model
 from disagmoe_compile.testing.parity import (

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from disagmoe_compile.backend.bound_model import parameter_fqns
 from disagmoe_compile.backend.graph_session import make_loss
 from disagmoe_compile.backend.planning import choose_topology, make_plan, microbatch_sizes
 from disagmoe_compile.backend.stage_binding import StageBinder, bind_boundaries
@@ -109,7 +108,7 @@ def run_captured(
     groups = chosen.pipeline_groups or 1
     asked = groups * ((chosen.attention_group_size or 1) + (chosen.ffn_group_size or 1))
     topology = choose_topology(programs, sizes, chosen, world_size or asked)
-    fqns = parameter_fqns(captured)
+    fqns = captured.parameter_names()
     plan = edit_plan(make_plan(programs, fqns, sizes, topology, chosen, call.partition.fingerprint))
     assert plan.training is not None and programs.loss is not None
     micro = microbatch_sizes(programs, sizes, plan.workload.microbatch_size)

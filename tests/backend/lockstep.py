@@ -9,7 +9,7 @@ from ranks import Case, batch, make_model, optimizer_of
 
 from disagmoe_compile.runtime.binding import holder_of
 from disagmoe_compile.runtime.clip import clip_grad_norm_
-from disagmoe_compile.testing.parity import relative_error
+from disagmoe_compile.testing import relative_error
 
 
 class Lockstep:

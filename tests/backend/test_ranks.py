@@ -24,7 +24,7 @@ from ranks import (
 from disagmoe_compile.plan.action import Action, ActionKind
 from disagmoe_compile.plan.serialize import dump
 from disagmoe_compile.plan.topology import Role
-from disagmoe_compile.testing.parity import relative_error
+from disagmoe_compile.testing import relative_error
 
 MAIN = Case(n_microbatches=4)
 # every size of the contract, both families, 1, 2 and 4 micro-batches, in worlds of 3 and 4; the full product is marked slow

@@ -10,7 +10,7 @@ import torch
 from separate_ranks import EXPERTS, IDLE, STEPS, Report, make_batch, make_model, make_optimizer, train
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from disagmoe_compile.testing.parity import relative_error
+from disagmoe_compile.testing import relative_error
 
 
 @pytest.fixture(scope="module")

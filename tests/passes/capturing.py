@@ -10,6 +10,7 @@ import torch
 
 from disagmoe_compile.capture import capture
 from disagmoe_compile.passes.captured import CapturedGraph
+from disagmoe_compile.testing import relative_error
 
 
 def capture_model(
@@ -42,13 +43,6 @@ def loss_and_gradients(
     loss = run(*args)[loss_position]
     found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     return loss.detach(), {i: g for i, g in zip(leaves, found) if g is not None}
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm of `expected`; NaN counts as infinite, so that no comparison
-    swallows it."""
-    error = ((actual - expected).norm() / expected.norm().clamp_min(1e-12)).item()
-    return error if error == error else float("inf")
 
 
 def worst_error(actual: Mapping[int, torch.Tensor], expected: Mapping[int, torch.Tensor]) -> float:

@@ -65,7 +65,7 @@ def model() -> torch.nn.Module:
 
 def test_a_pass_that_does_nothing_keeps_parity_and_reports(model) -> None:
     run = testing.run_pass(Edit(nothing), model, testing.language_batch())
-    assert run.report == PassReport(matched=1)
+    assert (run.report.matched, run.report.skipped) == (1, ())
     FileCheck().check_count("experts(", 1).run(run.code)
     run.assert_parity()
     run.on_ranks(ffn_group_size=2, n_microbatches=2).assert_parity()
