@@ -27,7 +27,7 @@ from disagmoe_compile.simulator.dualpipe import chains, dualpipe
 from disagmoe_compile.simulator.engine import Leg
 from disagmoe_compile.simulator.pipelines import gpipe, hops, interleaved_1f1b, one_f_one_b, zb1p
 from disagmoe_compile.simulator.program import Program
-from disagmoe_compile.simulator.sharing import Number
+from disagmoe_compile.simulator.sharing import Link, Number
 
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb1p", "dualpipe", "gpipe", "af_pipe")
 _F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -91,7 +91,9 @@ def pipeline_program(name: str, times: Mapping[str, Number], shape: PipelineShap
     stages = range(2 * p if name == "dualpipe" else p * v)
     part = Fraction(1, v) if v > 1 else 1
     f, b, w = (times.get(key, 0) * part for key in ("F", "B", "W"))
-    pairs = {((_F, s), (_B, t)): times["FB"] for s in stages for t in stages} if name == "dualpipe" else {}
+    pairs: dict[tuple[tuple[ActionKind, int], ...], Number] = {}
+    if name == "dualpipe":
+        pairs = {((_F, s), (_B, t)): times["FB"] for s in stages for t in stages}
     return Program(
         schedule=lower_lists(schedule, transfers),
         transfers=transfers,
@@ -118,7 +120,7 @@ def af_program(times: Mapping[str, Number], shape: AFShape, interleave: int | No
     last = f"combine.{shape.layers - 1}"
     exchange = times["C"]
     messages: dict[str, tuple[Leg, ...]] = {}
-    links: dict[tuple[str, str], Number] = {}
+    links: dict[Link, Number] = {}
     for group in topology.groups:
         links |= {(str(group), side): Fraction(1) for side in ("send", "recv")}
     for transfer in transfers:

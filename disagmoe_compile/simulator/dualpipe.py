@@ -18,12 +18,12 @@ end, H = p / 2 and n micro-batches each way:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
 from disagmoe_compile.errors import InputError
 from disagmoe_compile.plan.action import Action, ActionKind, overlap
 from disagmoe_compile.plan.ir import Schedule
-from disagmoe_compile.simulator.pipelines import PipelineRank, pipeline_rank
+from disagmoe_compile.plan.topology import Group
+from disagmoe_compile.simulator.pipelines import pipeline_rank
 
 
 def dualpipe(ranks: int, n_microbatches: int) -> Schedule:
@@ -37,7 +37,7 @@ def dualpipe(ranks: int, n_microbatches: int) -> Schedule:
         raise InputError(
             f"dualpipe needs an even number of at least 2 x ranks = {2 * ranks} micro-batches, got {n_microbatches}"
         )
-    actions: dict[PipelineRank, Sequence[Action]] = {}
+    actions: dict[Group, tuple[Action, ...]] = {}
     for rank in range(ranks):
         actions[pipeline_rank(rank)] = tuple(_Rank(rank, ranks, n_microbatches).actions())
     return Schedule("dualpipe", lowered=False, actions=actions)

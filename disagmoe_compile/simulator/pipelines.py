@@ -92,8 +92,9 @@ def zb1p(ranks: int, n_microbatches: int) -> Schedule:
         actions = []
         for action in _in_turn(forwards, inputs, warm_up=ranks - 1 - rank):
             actions.append(action)
-            if action.kind is ActionKind.BACKWARD_INPUT and action.microbatch >= rank:
-                actions.append(_w(rank, action.microbatch - rank))
+            late = (action.microbatch or 0) - rank
+            if action.kind is ActionKind.BACKWARD_INPUT and late >= 0:
+                actions.append(_w(rank, late))
         actions += [_w(rank, i) for i in range(max(n_microbatches - rank, 0), n_microbatches)]
         lists.append(actions)
     return _schedule("zb1p", lists)

@@ -133,7 +133,9 @@ class _Builder:
     def add_list(self, group: Group, actions: Sequence[Action]) -> None:
         last: dict[Hashable, int] = {}  # per queue its last task so far
         computed: dict[tuple[ActionKind, int, int | None], int] = {}
-        listed, own = self.placed.task[group], self.placed.is_own[group] = [], []
+        listed: list[int] = []
+        own: list[bool] = []
+        self.placed.task[group], self.placed.is_own[group] = listed, own
         for action in actions:
             queue = self._queue(action)
             before = [last[queue]] if queue in last else []

@@ -97,8 +97,8 @@ class Network:
                 waiting[link] += len(bundle.ends)
         while bundles:
             tightest = min(free[link] / count for link, count in waiting.items() if count)
-            left = []
-            fixed = []
+            left: list[_Bundle] = []
+            fixed: list[_Bundle] = []
             for bundle in bundles:
                 is_tight = any(free[link] / waiting[link] <= tightest for link in bundle.links)
                 (fixed if is_tight else left).append(bundle)

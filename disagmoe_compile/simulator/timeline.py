@@ -108,11 +108,11 @@ class Timeline:
         posted: set[tuple[str, int | None]] = set()
         for action, start, end in self.events(group):
             for part in parts_of(action):
-                held = activation.get(part.stage, 0)
+                kept = activation.get(part.stage, 0)
                 if part.kind is ActionKind.FORWARD:
-                    changes.append((start, 1, held))
+                    changes.append((start, 1, kept))
                 elif part.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
-                    changes.append((end, 0, -held))
+                    changes.append((end, 0, -kept))
             size = received.get(action.transfer, 0) if action.transfer else 0
             if not size:
                 continue
@@ -123,7 +123,8 @@ class Timeline:
                 changes += [(start, 1, size), (end, 0, -size)]
             elif action.kind is ActionKind.FREE and (action.transfer, action.microbatch) in posted:
                 changes.append((start, 0, -size))
-        held = peak = 0
+        held: Number = 0
+        peak: Number = 0
         for _, _, change in sorted(changes):
             held += change
             peak = max(peak, held)
