@@ -9,6 +9,7 @@ comes out.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from disagmoe_compile.passes.base import PassReport
 from disagmoe_compile.passes.partition import STAGE, AttentionStage
 
 _LITERAL_NUMEL = 16  # constants of a graph up to this size are written out; larger ones are zeros
+_RELEASES = re.compile(r";  (?:\w+ = )+None$", re.MULTILINE)
 
 _MAIN = """
 if __name__ == "__main__":
@@ -75,7 +77,7 @@ def render(graph_module: fx.GraphModule, header: Iterable[str] = ()) -> str:
 
 
 def stage_texts(graph_module: fx.GraphModule) -> dict[str, str]:
-    """`A0`, `F0`, ... -> the Python text of the stage, of a graph after partition."""
+    """`A0`, `F0`, ... -> the Python text of the stage, after partition; without the releases of values (`x = None`)."""
     names = readable_names(graph_module.graph)
     passed = names_passed(graph_module.graph, names)
     found: dict[str, str] = {}
@@ -85,7 +87,7 @@ def stage_texts(graph_module: fx.GraphModule) -> dict[str, str]:
             name = f"A{stage.boundary}" if isinstance(stage, AttentionStage) else f"F{stage.info.boundary}"
             classes: list[str] = []
             _write_class(graph_module.get_submodule(module), name, passed[module], classes, {})
-            found[name] = "\n".join(classes)
+            found[name] = _RELEASES.sub("", "\n".join(classes))
     return found
 
 

@@ -87,7 +87,14 @@ def _operation(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
         and isinstance(node.args[1], int)
     ):
         return _item(node.args[0], node.args[1], names)
-    return f"{module_path(node)}.{metadata.target_name(node)}"
+    return f"{module_path(node)}.{_verb(node)}"
+
+
+def _verb(node: fx.Node) -> str:
+    """What the node calls; an index says of which kind it is."""
+    if node.target is not operator.getitem:
+        return metadata.target_name(node)
+    return "gather" if metadata.is_gather(node) else "slice"
 
 
 def _item(of: fx.Node, index: int, names: Mapping[fx.Node, str]) -> str:

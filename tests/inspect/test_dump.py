@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import operator
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import fx
 
+from disagmoe_compile.errors import InputError
 from disagmoe_compile.inspect.dump import GraphDumper, render
+from disagmoe_compile.inspect.pass_pair import PairRecorder
+from disagmoe_compile.inspect.readable_names import readable_names
 from disagmoe_compile.passes import metadata
-from disagmoe_compile.passes.base import PassReport
+from disagmoe_compile.passes.base import PassReport, bound_options
+from disagmoe_compile.passes.linearize_loss import LinearizeLoss
 from disagmoe_compile.passes.program import InputKind, StageInput
 
 
@@ -81,6 +87,63 @@ def test_parameters_go_by_their_own_names() -> None:
     assert "def forward(self, x : " in text.replace("x:", "x :")
     assert "layers_0_weight" in text
     assert "# parameter: layers.0.weight" in text
+
+
+def test_operations_go_by_their_module_and_what_they_call() -> None:
+    graph_module = _graph()
+    for node in graph_module.graph.nodes:
+        node.meta["nn_module_stack"] = {"1": ("L['self'].model.layers.0.mlp", torch.nn.Module)}
+    assert "model_layers_0_mlp_matmul = x @ layers_0_weight" in render(graph_module)
+
+
+def test_items_go_by_the_call_that_returned_them() -> None:
+    graph = fx.Graph()
+    pair = graph.call_method("unbind", (graph.placeholder("x"), 0))
+    graph.output(graph.call_function(operator.getitem, (pair, 1)))
+    assert list(readable_names(graph).values()) == ["x", "unbind", "unbind_1"]
+
+
+def test_what_a_call_passes_names_the_arguments_of_the_graph_inside() -> None:
+    graph_module = _graph()
+    text = render(graph_module)
+    inner = text[text.index("class GraphModule_inner") : text.index("class GraphModule(")]
+    assert "def forward(self, matmul" in inner
+
+
+def test_the_header_names_what_the_pass_was_constructed_with(tmp_path: Path) -> None:
+    report = PassReport(matched=1, options=("reduction='auto'",))
+    GraphDumper(tmp_path)(8, "linearize_loss", _graph(), report)
+    assert (
+        "Pass 08 linearize_loss(reduction='auto'): matched 1"
+        in (tmp_path / "08_linearize_loss.py").read_text()
+    )
+
+
+def test_options_of_a_pass_are_its_fields_without_its_contract() -> None:
+    assert bound_options(LinearizeLoss("sum")) == ("reduction='sum'",)
+
+
+def test_any_two_passes_are_compared_by_counts_and_text() -> None:
+    before, after = _graph(), _graph()
+    output = metadata.output_node(after.graph)
+    with after.graph.inserting_before(output):
+        output.args = (after.graph.call_function(torch.relu, (output.args[0],)),)
+    after.recompile()
+    recorder = PairRecorder.parse("1:last")
+    for index, (name, graph_module) in enumerate([("zero", before), ("one", before), ("last", after)]):
+        recorder(index, name, graph_module, PassReport())
+    found = recorder.diff()
+    assert (found.first, found.second, found.added, found.removed) == ("01_one", "02_last", {"relu": 1}, {})
+    assert "+        relu = torch.relu(add)" in found.code
+
+
+@pytest.mark.parametrize("text", ["2:1", "1:nothing", "5:6"])
+def test_a_pair_that_did_not_run_in_this_order_is_refused_with_the_passes(text: str) -> None:
+    recorder = PairRecorder.parse(text)
+    for index, name in enumerate(["zero", "one", "two"]):
+        recorder(index, name, _graph(), PassReport())
+    with pytest.raises(InputError, match="the earlier one first; the passes are 00_zero, 01_one, 02_two"):
+        recorder.diff()
 
 
 def test_rendering_leaves_the_graph_as_it_was() -> None:

@@ -21,6 +21,7 @@ const LAYOUT = {
   "elk.spacing.nodeNode": "30",
 };
 const INSIDE = {
+  "elk.portConstraints": "FIXED_SIDE",
   "elk.algorithm": "layered",
   "elk.direction": "RIGHT",
   "elk.padding": "[top=42,left=16,bottom=42,right=16]",
@@ -86,11 +87,12 @@ class Picture {
   }
 
   mark() {
-    this.cy.nodes().removeClass("selected dim hit");
+    this.cy.elements().removeClass("selected dim hit");
     if (this.selected) this.cy.getElementById(this.visible(this.selected)).addClass("selected");
     if (!this.found) return;
     const boxes = new Set([...this.found].map((name) => this.visible(name)));
     for (const node of this.cy.nodes()) if (!node.isParent()) node.addClass(boxes.has(node.id()) ? "hit" : "dim");
+    for (const edge of this.cy.edges()) if (!boxes.has(edge.source().id()) && !boxes.has(edge.target().id())) edge.addClass("dim");
   }
 
   // The box that stands for a stage: its own, or its closed block's.
@@ -111,17 +113,17 @@ class Picture {
       const source = this.visible(link.src), target = this.visible(link.dst);
       if (source === target) continue;
       const id = source + ">" + target;
-      if (!pairs.has(id)) pairs.set(id, { data: { id, source, target, labels: [], color: LINK_COLOR[link.kind] } });
-      pairs.get(id).data.labels.push(...this.linkLabels(link));
+      if (!pairs.has(id)) pairs.set(id, { data: { id, source, target, kind: link.kind, labels: [], color: LINK_COLOR[link.kind] } });
+      pairs.get(id).data.labels.push(this.linkLabel(link));
     }
-    for (const edge of pairs.values()) edge.data.label = edge.data.labels.join("\n");
+    for (const edge of pairs.values()) edge.data.label = edge.data.labels.flat().join("\n");
     return { nodes, edges: [...pairs.values()] };
   }
 
-  linkLabels(link) {
-    const labels = [link.kind, amount(link.bytes_per_token, "B")];
-    if (this.shown.gradients && link.gradient_bytes !== null) labels.push(`back ${amount(link.gradient_bytes, "B")}`);
-    return labels;
+  linkLabel(link) {
+    const lines = [link.kind, amount(link.bytes_per_token, "B")];
+    if (this.shown.gradients && link.gradient_bytes !== null) lines.push(`back ${amount(link.gradient_bytes, "B")}`);
+    return lines;
   }
 
   frame(block) {
@@ -163,26 +165,29 @@ class Picture {
 
   elkGraph(nodes, edges) {
     const top = new Map(), inside = new Map();
+    const within = this.shown.gradients ? { ...INSIDE, "elk.layered.spacing.nodeNodeBetweenLayers": "124" } : INSIDE;
     for (const { data } of nodes) {
       const box = { id: data.id, width: data.width, height: data.height };
       if (data.parent) {
         top.get(data.parent).children.push(box);
         inside.set(data.id, data.parent);
       } else {
-        top.set(data.id, data.width ? box : { id: data.id, layoutOptions: INSIDE, children: [], edges: [] });
+        top.set(data.id, data.width ? box : { id: data.id, layoutOptions: within, children: [], edges: [], ports: [] });
       }
     }
-    const between = new Map();
+    // An edge that leaves an open block does so through a port of it: one piece inside, one outside, one inside of the next.
+    const between = [];
     for (const { data } of edges) {
-      const from = inside.get(data.source) || data.source, to = inside.get(data.target) || data.target;
-      const edge = { id: data.id, sources: [data.source], targets: [data.target] };
-      if (from === to) top.get(from).edges.push(edge);
-      else between.set(data.id, { ...edge, sources: [from], targets: [to] });
+      const from = inside.get(data.source), to = inside.get(data.target);
+      if (from && from === to) top.get(from).edges.push(piece(data.id, 1, data.source, data.target));
+      else between.push(piece(data.id, 1, leave(top.get(from), data, "source", 0), leave(top.get(to), data, "target", 2)));
     }
     const { width, height } = this.cy.container().getBoundingClientRect();
     const options = { ...LAYOUT, "elk.aspectRatio": String(Math.max(0.4, width / Math.max(height, 1))) };
+    if (this.shown.gradients || this.shown.residuals) options["elk.spacing.nodeNode"] = "46"; // room for longer labels
+    if (this.shown.gradients) options["elk.layered.spacing.nodeNodeBetweenLayers"] = "124";
     if (nodes.length <= 4) options["elk.layered.wrapping.strategy"] = "OFF";
-    return { id: "root", layoutOptions: options, children: [...top.values()], edges: [...between.values()] };
+    return { id: "root", layoutOptions: options, children: [...top.values()], edges: between };
   }
 
   fit() {
@@ -223,43 +228,69 @@ class Picture {
       { selector: "node.dim", style: { opacity: 0.25 } },
       { selector: "node.hit", style: { "border-width": 3, "border-color": "#c2185b" } },
       { selector: "node.selected", style: { "border-width": 4, "border-color": "#c2185b" } },
-      { selector: "edge", style: { ...text, label: "data(label)", "font-size": 15, width: 2.5, "line-color": "data(color)", "target-arrow-color": "data(color)", "target-arrow-shape": "triangle", "curve-style": "straight", "text-background-color": "#fff", "text-background-opacity": 0.92, "text-background-padding": 2, "line-height": 1.15 } },
-      { selector: "edge.routed", style: { "curve-style": "segments", "segment-weights": "data(weights)", "segment-distances": "data(distances)", "edge-distances": "node-position" } },
-      { selector: "edge.wraps", style: { "source-label": "data(label)", label: "", "source-text-offset": 118 } },
+      { selector: "edge", style: { ...text, label: "data(label)", "font-size": 15, width: 2.5, "line-color": "data(color)", "target-arrow-color": "data(color)", "target-arrow-shape": "triangle", "curve-style": "straight", "source-endpoint": (edge) => edge.data("start"), "target-endpoint": (edge) => edge.data("end"), "text-background-color": "#fff", "text-background-opacity": 0.92, "text-background-padding": 2, "line-height": 1.15 } },
+      { selector: "edge.routed", style: { "curve-style": "segments", "segment-weights": "data(weights)", "segment-distances": "data(distances)", "edge-distances": "endpoints", label: "", "source-label": "data(label)", "source-text-offset": "data(labelAt)" } },
+      { selector: "edge.dim", style: { opacity: 0.25 } },
     ];
   }
 }
 
-// Puts ELK's places and bends on the elements.
+function piece(id, part, source, target) {
+  return { id: `${id}#${part}`, sources: [source], targets: [target] };
+}
+
+// The end of an edge outside of the block that holds its stage: a port that an inner piece leads to, or the stage itself.
+function leave(block, data, end, part) {
+  if (!block) return data[end];
+  const port = `${data.id}#${end}`, isSource = end === "source";
+  block.ports.push({ id: port, width: 0, height: 0, layoutOptions: { "elk.port.side": isSource ? "EAST" : "WEST" } });
+  block.edges.push(piece(data.id, part, isSource ? data.source : port, isSource ? port : data.target));
+  return port;
+}
+
+// Puts ELK's places and routes on the elements.
 function place(nodes, edges, laid) {
-  const centers = new Map(), routes = new Map();
+  const centers = new Map(), pieces = new Map();
   const visit = (parent, x, y) => {
     for (const edge of parent.edges || [])
       for (const section of edge.sections || [])
-        routes.set(edge.id, [section.startPoint, ...(section.bendPoints || []), section.endPoint].map((p) => ({ x: p.x + x, y: p.y + y })));
+        pieces.set(edge.id, [section.startPoint, ...(section.bendPoints || []), section.endPoint].map((p) => ({ x: p.x + x, y: p.y + y })));
     for (const child of parent.children || []) {
       centers.set(child.id, { x: x + child.x + child.width / 2, y: y + child.y + child.height / 2 });
       visit(child, x + child.x, y + child.y);
     }
   };
   visit(laid, 0, 0);
-  const inside = Object.fromEntries(nodes.filter((node) => node.data.parent).map((node) => [node.data.id, true]));
   for (const node of nodes) if (node.data.width) node.position = { ...centers.get(node.data.id) };
   for (const edge of edges) {
-    const points = routes.get(edge.data.id), from = centers.get(edge.data.source), to = centers.get(edge.data.target);
-    if (!points || isStraight(points)) continue;
-    // Where the edge ends at the box itself its end on the border says nothing; where it ends inside an open block it is the gate.
-    const bends = points.slice(edge.data.source in inside ? 0 : 1, edge.data.target in inside ? undefined : -1);
-    edge.classes = to.x < from.x ? "routed wraps" : "routed";
-    Object.assign(edge.data, segments(bends, from, to));
+    const points = [0, 1, 2].flatMap((part) => pieces.get(`${edge.data.id}#${part}`) || []);
+    const from = points[0], to = points[points.length - 1];
+    edge.data.start = offset(from, centers.get(edge.data.source));
+    edge.data.end = offset(to, centers.get(edge.data.target));
+    if (points.every((p) => Math.abs(p.y - from.y) < 1)) continue;
+    edge.classes = "routed";
+    edge.data.label = edge.data.labels.map(([kind, ...bytes]) => `${kind} ${bytes.join(", ")}`).join(", "); // there is room along it
+    edge.data.labelAt = labelAt(points, edge.data.kind === "residual" ? 0.25 : 0.6);
+    Object.assign(edge.data, segments(points.slice(1, -1), from, to));
   }
 }
 
-function isStraight(points) {
-  return points.every((p) => Math.abs(p.y - points[0].y) < 1);
+// How far along a route its longest straight part has gone by `share`: there is room for a label.
+function labelAt(points, share) {
+  let gone = 0, best = 0, longest = 0;
+  for (let i = 1; i < points.length; i++) {
+    const length = Math.hypot(points[i].x - points[i - 1].x, points[i].y - points[i - 1].y);
+    if (length > longest) [longest, best] = [length, gone + share * length];
+    gone += length;
+  }
+  return best;
 }
 
-// Cytoscape wants a bend as its share of the way from centre to centre, and its distance from that line.
+function offset(point, center) {
+  return `${point.x - center.x}px ${point.y - center.y}px`;
+}
+
+// Cytoscape wants a bend as its share of the way from end to end, and its distance from that line.
 function segments(points, from, to) {
   const dx = to.x - from.x, dy = to.y - from.y, length = Math.hypot(dx, dy) || 1;
   return {

@@ -96,7 +96,7 @@ class Timeline {
     pen.globalAlpha = this.selected === undefined || this.selected === action[2] ? 1 : 0.35;
     pen.fillStyle = LOOK[action[1]][0];
     pen.fillRect(x, y, width, height);
-    const text = action[4] === 0 ? action[0].replace(/REDUCE_GRAD.*/, "R") : action[4] === 1 ? action[0].replace(/SEND.*\](\d+).*/, "s$1") : "";
+    const text = shortText(action);
     pen.font = `${action[4] === 0 ? 12 : 10}px system-ui, DejaVu Sans, sans-serif`;
     if (text && pen.measureText(text).width < width - 3) {
       pen.fillStyle = ["dispatch", "combine", "residual", "reduce"].includes(action[1]) ? "#fff" : "#13202c";
@@ -138,6 +138,13 @@ class Timeline {
     tip.style.left = `${Math.min(event.clientX + 12, innerWidth - 330)}px`;
     tip.style.top = `${event.clientY - 48}px`;
   }
+}
+
+// As in schedule.txt: 0F1, 0R; D0.1, C0.1, P0.1 for messages, with ' for their gradients.
+function shortText([text, look, , , lane]) {
+  if (lane === 0) return text.replace(/REDUCE_GRAD.*/, "R");
+  const found = lane === 1 ? /\[\w*?(_bwd)?\.(\d+)\](\d+)/.exec(text) : null;
+  return found ? `${{ dispatch: "D", combine: "C", residual: "P" }[look]}${found[2]}${found[1] ? "'" : ""}.${found[3]}` : "";
 }
 
 // Slot -> its actions, each with its part of the column's width in its lane.
