@@ -108,6 +108,7 @@ function legend() {
     element("span", {}, element("i", { class: "swatch", style: `background:${ROLE[role].fill};border-color:${ROLE[role].edge}` }), ROLE[role].label));
   const toggle = (name, text) => {
     const box = element("input", { type: "checkbox", id: `show-${name}`, onchange: (event) => { picture.shown[name] = event.target.checked; picture.show(); } });
+    box.checked = picture.shown[name];
     return element("label", {}, box, " ", text);
   };
   const toggles = [];

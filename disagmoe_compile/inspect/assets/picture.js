@@ -46,7 +46,7 @@ class Picture {
     this.stages = new Map(data.stages.map((stage) => [stage.name, stage]));
     this.blockOf = new Map(data.blocks.flatMap((block) => block.stages.map((name) => [name, block])));
     this.open = new Set(data.blocks.length <= OPEN_AT_FIRST ? data.blocks.map((block) => block.id) : []);
-    this.shown = { gradients: false, residuals: false };
+    this.shown = { gradients: false, residuals: data.timeline !== null && data.timeline.groups.length > 2 };
     this.elk = new ELK();
     this.cy = cytoscape({ container, style: this.style(), minZoom: 0.05, maxZoom: 3, boxSelectionEnabled: false });
     this.cy.autoungrabify(true);

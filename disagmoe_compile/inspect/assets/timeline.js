@@ -12,7 +12,7 @@ const VERB = { F: "forward", B: "backward", I: "input gradient", W: "weight grad
 class Timeline {
   constructor(data, onSelect) {
     this.data = data;
-    this.slotWidth = 38;
+    this.slotWidth = 44; // five letters, 101F0
     this.canvas = document.getElementById("timeline");
     this.scroll = document.getElementById("timeline-scroll");
     this.height = HEAD + data.groups.length * (LANE_HEIGHT.reduce((a, b) => a + b) + GAP);
