@@ -21,12 +21,15 @@ import torch
 import torch._dynamo
 from torch import fx, nn
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
+from disagmoe_compile.early_batch import is_marked, mark_samples
 from disagmoe_compile.errors import CaptureError, UnsupportedModelError
+from disagmoe_compile.passes.buffer_updates import BUFFER_UPDATE_ADVICE
 from disagmoe_compile.passes.captured import AutocastState, CapturedGraph, symbol_values
-from disagmoe_compile.passes.label_roles import BUFFER_UPDATE_ADVICE
-from disagmoe_compile.passes.metadata import describe, expression, placeholders
+from disagmoe_compile.passes.metadata import describe, expression, output_node, placeholders
+from disagmoe_compile.passes.one_row_inputs import index_the_only_row
 from disagmoe_compile.passes.program import InputKind, StageInput
 
 __all__ = [
@@ -39,7 +42,10 @@ __all__ = [
     "symbol_values",
 ]
 _BASE = re.compile(r"^([LG])\['([^']+)'\]")
-_MODULE_STEP = re.compile(r"\._(modules|parameters|buffers)\['([^']*)'\]")
+# `forward` that sets an attribute of its module (`self.aux_loss = ...`) has `__dict__['_modules']` in its sources.
+_STATE = r"(?:\._(?:modules|parameters|buffers)|\.__dict__\['_(?:modules|parameters|buffers)'\])\["
+_IN_DICT = re.compile(r"\.__dict__\['(_modules|_parameters|_buffers)'\]")
+_MODULE_STEP = re.compile(_STATE + r"'([^']*)'\]")
 
 
 def capture(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> CapturedGraph:
@@ -48,7 +54,6 @@ def capture(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Capt
     Raises CaptureError where the model fixes its batch size, or where batch and sequence length cannot be
     told apart.
     """
-    _reject_assigned_buffers()
     nodes = placeholders(graph_module.graph)
     sources = tuple(_source_name(node) for node in nodes)
     kinds = tuple(
@@ -57,12 +62,18 @@ def capture(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Capt
     batch = _batch_inputs(kinds, example_inputs)
     batch_symbol = None
     if batch and int(example_inputs[batch[0]].shape[0]) > 1:
+        in_doubt = _is_also_a_length(kinds, example_inputs, batch)
         if not _is_symbolic_alone(nodes, kinds, batch) and not all(
-            _is_marked(example_inputs[i]) for i in batch
+            is_marked(example_inputs[i]) for i in batch
         ):
-            _restart_with_symbolic_batch([example_inputs[i] for i in batch])
+            _restart_with_symbolic_batch([example_inputs[i] for i in batch], in_doubt=in_doubt)
+        if in_doubt:
+            batch = _free(nodes, kinds, batch) or batch  # none is free: the model fixes its batch size
         batch_symbol = _batch_symbol(graph_module, nodes, sources, kinds, batch)
+        arguments = [node for node, kind in zip(nodes, kinds) if kind is InputKind.INPUT]
+        index_the_only_row(graph_module.graph, arguments)
     names = _qualified_names(graph_module)
+    assigned = _assigned_buffers(graph_module, sources)
     inputs = tuple(
         _describe(position, node, kind, source, names, batch_symbol, example)
         for position, (node, kind, source, example) in enumerate(zip(nodes, kinds, sources, example_inputs))
@@ -75,24 +86,49 @@ def capture(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Capt
         batch_symbol=batch_symbol,
         autocast=_autocast(example_inputs),
         training=torch.is_grad_enabled(),
+        assigned_buffers=assigned,
     )
 
 
-def _reject_assigned_buffers() -> None:
-    """`self.count = self.count + n` and `self.count += n` make an output that Dynamo assigns to the buffer after the call."""
+def _assigned_buffers(graph_module: fx.GraphModule, sources: Sequence[str]) -> dict[int, int]:
+    """`self.count = self.count + n` and `self.count += n` make an output that Dynamo assigns to the buffer after the call.
+
+    Raises UnsupportedModelError for a buffer that is assigned without having been read.
+    """
     translator = _translator()
     if translator is None:
-        return
+        return {}
+    results = [getattr(result, "name", None) for result in output_node(graph_module.graph).args[0]]  # type: ignore[union-attr]
+    plain_sources = [_plain(source) for source in sources]
+    assigned = {}
     effects = translator.output.side_effects
     for variable in list(effects.id_to_variable.values()):
-        if getattr(variable.source, "member", None) != "_buffers" or not effects.is_modified(variable):
+        if not isinstance(variable, ConstDictVariable) or variable.source is None:
+            continue
+        owner = _plain(variable.source.name)
+        if not owner.endswith("._buffers") or not effects.is_modified(variable):
             continue
         for key, stored in variable.items.items():
+            if (
+                not stored.is_realized()
+            ):  # nobody touched it; looking at it would make it an input of the graph
+                continue
             node = stored.proxy.node if isinstance(stored, TensorVariable) else None
-            if node is not None and node.op != "placeholder":
+            if node is None or node.op == "placeholder":
+                continue
+            name = key.vt.as_python_constant()
+            source = f"{owner}['{name}']"
+            if source not in plain_sources:
                 raise UnsupportedModelError(
-                    f"the model updates its buffer `{key.vt.as_python_constant()}` at {describe(node)}; {BUFFER_UPDATE_ADVICE}"
+                    f"the model updates its buffer `{name}` at {describe(node)}: it overwrites it; {BUFFER_UPDATE_ADVICE}"
                 )
+            assigned[results.index(node.name)] = plain_sources.index(source)
+    return assigned
+
+
+def _plain(source: str) -> str:
+    """The two ways Dynamo spells a module's state, as one."""
+    return _IN_DICT.sub(r".\1", source)
 
 
 def root_module() -> nn.Module:
@@ -118,7 +154,7 @@ def module_of_source(source: str) -> nn.Module | None:
     """The module that owns the state named by a placeholder's source, e.g. `L['self']` of
     `L['self']._parameters['w']`."""
     frame = _root_frame()
-    prefix = re.split(r"\._(?:modules|parameters|buffers)\[", source)[0]
+    prefix = re.split(_STATE, source)[0]
     if frame is None:
         return None
     try:
@@ -154,7 +190,7 @@ def _kind(node: fx.Node, source: str, example: Any) -> InputKind:
         return InputKind.SYMBOL
     if isinstance(example, nn.Parameter):
         return InputKind.PARAMETER
-    if "._buffers[" in source or "._modules[" in source or "._parameters[" in source:
+    if re.search(_STATE, source):
         return InputKind.BUFFER
     base = _BASE.match(source)
     owner = module_of_source(base[0]) if base is not None else None
@@ -193,23 +229,37 @@ def _is_symbolic_alone(nodes: Sequence[fx.Node], kinds: Sequence[InputKind], bat
     Dynamo gives equal sizes that vary one symbol (`dynamic=True`, batch size equal to sequence length); marked dimensions get
     their own.
     """
-    sizes = [expression(nodes[i].meta["example_value"].shape[0]) for i in batch]
-    others = [
+    return _free(nodes, kinds, batch) == tuple(batch)
+
+
+def _is_also_a_length(
+    kinds: Sequence[InputKind], example_inputs: Sequence[Any], batch: Sequence[int]
+) -> bool:
+    """Whether the batch is as large as another dimension of an input: a mask [S, S] then looks like one of [B, S]."""
+    size = int(example_inputs[batch[0]].shape[0])
+    return any(
+        size == int(length)
+        for kind, x in zip(kinds, example_inputs)
+        if kind is InputKind.INPUT
+        for length in x.shape[1:]
+    )
+
+
+def _free(nodes: Sequence[fx.Node], kinds: Sequence[InputKind], batch: Sequence[int]) -> tuple[int, ...]:
+    """Those whose dimension 0 the trace left free: one that met a length in an operation has become that length."""
+    lengths = [
         expression(size)
         for node, kind in zip(nodes, kinds)
         if kind is InputKind.INPUT
         for size in node.meta["example_value"].shape[1:]
     ]
-    return not any(isinstance(size, int) or size in others for size in sizes)
+    sizes = {i: expression(nodes[i].meta["example_value"].shape[0]) for i in batch}
+    return tuple(i for i, size in sizes.items() if not isinstance(size, int) and size not in lengths)
 
 
-def _is_marked(tensor: torch.Tensor) -> bool:
-    return 0 in getattr(tensor, "_dynamo_dynamic_indices", ())
-
-
-def _restart_with_symbolic_batch(tensors: Sequence[torch.Tensor]) -> None:
+def _restart_with_symbolic_batch(tensors: Sequence[torch.Tensor], *, in_doubt: bool) -> None:
     for tensor in tensors:
-        torch._dynamo.mark_dynamic(tensor, 0)
+        mark_samples(tensor, in_doubt=in_doubt)
     raise TensorifyScalarRestartAnalysis(restart_reason="disagmoe: the batch dimension must be symbolic")
 
 
@@ -263,7 +313,7 @@ def _qualified_names(graph_module: fx.GraphModule) -> Mapping[str, str]:
 def qualified_name(source: str) -> str:
     """`model.layers.0.weight` of
     `L['self']._modules['model']._modules['layers']._modules['0']._parameters['weight']`."""
-    steps = [name for _, name in _MODULE_STEP.findall(source)]
+    steps = _MODULE_STEP.findall(source)
     if steps:
         return ".".join(steps)
     return _BASE.sub("", source).lstrip(".") or source

@@ -100,7 +100,7 @@ def _interior(region: Region) -> list[fx.Node]:
 def unused_top_ks(graph: fx.Graph, regions: tuple[Region, ...]) -> list[str]:
     """One line per top-k that routes no found region."""
     routing: set[fx.Node] = set()
-    pending = [node for r in regions for node in (r.expert_ids, r.weights) if node is not None]
+    pending = [node for r in regions for node in (r.expert_ids, r.weights, *r.chosen_by) if node is not None]
     stops = {region.tokens for region in regions} | {region.exit for region in regions}
     while pending:
         node = pending.pop()

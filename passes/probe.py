@@ -2,7 +2,7 @@
 
 Rules read the graph and may misread an operation they half know. So the head's loss is computed on some samples at once, as
 the model wrote it, and sample by sample, as the pipeline will; and each attention stage likewise. A loss that does not add up
-is refused; a stage that gives other values names the first operation that mixes samples. Where only the predictions that a
+is refused, and so is an update of a buffer; a stage that gives other values names the first operation that mixes samples. Where only the predictions that a
 cross entropy reads depend on other samples (batch normalisation behind the last experts), the loss itself still adds up, and the
 operation is named too.
 
@@ -23,6 +23,7 @@ from torch import fx
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from disagmoe_compile.errors import UnsupportedModelError
+from disagmoe_compile.passes.buffer_updates import BUFFER_UPDATE_ADVICE
 from disagmoe_compile.passes.captured import CapturedGraph
 from disagmoe_compile.passes.metadata import describe, free_symbols, is_call, is_tensor, shape
 from disagmoe_compile.passes.modes import closes_block, leaving, opens_block
@@ -38,6 +39,7 @@ from disagmoe_compile.passes.program import (
 _SAMPLES = 3
 _TOLERANCE = 1e-3
 _COARSE_TOLERANCE = 5e-2  # 16-bit values, or autocast
+_COARSE_COUNTS = 0.3  # of counts: rounding sends some tokens to other experts
 _SCALE = 0.2  # of random parameters and activations
 Sizes = dict[sympy.Symbol, int]
 
@@ -54,7 +56,7 @@ def coupled_by_numbers(
         return ()
     sizes = captured.sizes(captured.example_inputs)
     n_samples = min(_SAMPLES, sizes[symbol])
-    probe = _Probe(captured, {**sizes, symbol: n_samples}, symbol)
+    probe = _Probe(captured, programs, {**sizes, symbol: n_samples}, symbol)
     lines: dict[str, None] = {}
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # e.g. a deviation over one sample
@@ -75,17 +77,22 @@ def coupled_by_numbers(
                 found = probe.mixing_operation(program)
                 if found:
                     lines[found] = None
+                else:
+                    probe.check_buffer_deltas(program)
     return tuple(lines)
 
 
 class _Probe:
-    def __init__(self, captured: CapturedGraph, sizes: Sizes, symbol: sympy.Symbol) -> None:
+    def __init__(
+        self, captured: CapturedGraph, programs: ModelPrograms, sizes: Sizes, symbol: sympy.Symbol
+    ) -> None:
         self.captured, self.sizes, self.symbol = captured, sizes, symbol
         self.n_samples = sizes[symbol]
+        self._after_slots = {one.boundary + 1 for one in programs.experts if one.style == "slots"}
 
     # ---- the loss
     def loss_mismatch(self, head: AttentionProgram, loss: LossProgram, unsplit: fx.GraphModule) -> str | None:
-        if head.uses_rng:
+        if head.uses_rng or self._reads_slots(head):
             return None
         inputs = self._whole(head.inputs)
         expected = float(_Run(unsplit).run(*inputs))
@@ -132,7 +139,11 @@ class _Probe:
 
         The sample is the last: it has a place of its own in the batch, and others before it that may use up a capacity.
         """
-        if program.uses_rng or any(self._cannot_slice(i) for i in program.inputs):
+        if (
+            program.uses_rng
+            or any(self._cannot_slice(i) for i in program.inputs)
+            or self._reads_slots(program)
+        ):
             return None
         inputs = self._whole(program.inputs)
         alone = self._of_sample(program.inputs, inputs, self.n_samples - 1)
@@ -145,8 +156,8 @@ class _Probe:
                 f"attention stage {program.boundary}, which fails on one sample alone ({_first_line(error)})"
             )
         output = next(iter(reversed(program.module.graph.nodes)))
-        numerators = {output.args[0][position] for position in program.loss_numerators}
-        results = [*(r for r in output.args[0] if r not in numerators), *self._predictions(program)]
+        sums = {output.args[0][position] for position in (*program.loss_numerators, *program.buffer_deltas)}
+        results = [*(r for r in output.args[0] if r not in sums), *self._predictions(program)]
         if not any(_differ(whole[result], part[result], tolerance) for result in results):
             return None
         mixing = next(
@@ -158,6 +169,33 @@ class _Probe:
             None,
         )
         return None if mixing is None else describe(mixing)
+
+    def check_buffer_deltas(self, program: AttentionProgram) -> None:
+        """Raises UnsupportedModelError where what all samples add to a buffer is not the sum of what each adds."""
+        if (
+            not program.buffer_deltas
+            or program.uses_rng
+            or any(self._cannot_slice(i) for i in program.inputs)
+        ):
+            return
+        inputs = self._whole(program.inputs)
+        whole = _Run(program.module).run(*inputs)
+        alone = [
+            _Run(program.module).run(*self._of_sample(program.inputs, inputs, sample))
+            for sample in range(self.n_samples)
+        ]
+        is_coarse = self._tolerance(inputs) == _COARSE_TOLERANCE
+        results = next(iter(reversed(program.module.graph.nodes))).args[0]
+        for position, delta in program.buffer_deltas.items():
+            parts = [part[position].double() for part in (alone[:1] if delta.once else alone)]
+            expected = whole[position].double()
+            error = (torch.stack(parts).sum(0) - expected).norm()
+            if not error <= (_COARSE_COUNTS if is_coarse else _TOLERANCE) * (expected.norm() + 1e-6):
+                name = self.captured.inputs[delta.position].name
+                raise UnsupportedModelError(
+                    f"the model updates its buffer `{name}` at {describe(results[position].args[0])}, and what it adds for "
+                    f"{self.n_samples} samples is not the sum over them; {BUFFER_UPDATE_ADVICE}"
+                )
 
     # ---- inputs
     def _whole(self, inputs: Sequence[StageInput]) -> list[Any]:
@@ -192,6 +230,12 @@ class _Probe:
 
     def _has_samples(self, one: StageInput) -> bool:
         return bool(one.shape) and self.symbol in getattr(one.shape[0], "free_symbols", ())
+
+    def _reads_slots(self, program: AttentionProgram) -> bool:
+        """Whether it reads rows of experts slot by slot, as many as the batch asks for: they belong to no sample."""
+        return program.boundary in self._after_slots and any(
+            one.kind is InputKind.COMBINED and self._has_samples(one) for one in program.inputs
+        )
 
     def _cannot_slice(self, one: StageInput) -> bool:
         return one.kind is not InputKind.SYMBOL and any(

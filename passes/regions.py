@@ -27,6 +27,8 @@ class Region:
     of the experts in their order. `exit` [T, D] the plain sum over pairs, added to `base` [T, D] where there is
     one. `function(rows_PD, weight_P, *params)` computes one expert's rows.
 
+    `chosen_by`: choices that routed the tokens where `expert_ids` do not say so.
+
     Tokens, ids, weights and exit may have several leading dimensions in place of T.
     """
 
@@ -42,6 +44,7 @@ class Region:
     top_k: int
     weights_by_expert: bool = False
     base: fx.Node | None = None
+    chosen_by: tuple[fx.Node, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_experts < 1 or self.top_k < 1:

@@ -45,7 +45,9 @@ from disagmoe_compile.passes.styles.positions import (
 from disagmoe_compile.passes.styles.products import Product, read_product
 from disagmoe_compile.passes.styles.slots import SlotMatch, emit_for
 from disagmoe_compile.passes.styles.sums import pair_sums
+from disagmoe_compile.passes.styles.zero_weight import require_zero
 
+_MOST_STEPS = 4  # from an expert's rows to the weighted values of their tokens
 _EXPERT_SLOT: Axes = ((EXPERT,), (SLOT,))
 
 
@@ -69,11 +71,13 @@ class _Match:
             raise NoMatch(slots.first, "its slots are not [experts, slots]")
         self.ids = _only_ids(slots)
         self.token_axes: Axes = ((TOKEN,),)
-        self.pair_axes: Axes = ((TOKEN,), (CHOICE,)) if rank_of(self.ids) == 2 else ((TOKEN,),)
+        self.has_choices = rank_of(self.ids) == 2 and shape(self.ids)[1] != 1
+        self.pair_axes: Axes = ((TOKEN,), (CHOICE,)) if self.has_choices else ((TOKEN,),)
         names = [axis[0] for axis in self.pair_axes]
         self.sizes: dict[str, Dim] = {**slots.layout.sizes, **dict(zip(names, shape(self.ids)))}
         self.router = Router(self._is_ids, self.sizes)
         self.roots = storage_roots(graph)
+        self.results = self._results()
         self._reset()
 
     def _reset(self) -> None:
@@ -87,7 +91,7 @@ class _Match:
 
     def region(self) -> Region:
         reason: NoMatch | None = None
-        for node in self._results():
+        for node in self.results:
             for read in self._readings(node):
                 self._reset()
                 try:
@@ -97,14 +101,19 @@ class _Match:
         raise reason or NoMatch(self.slots.exit, "its rows are not summed back to tokens")
 
     def _results(self) -> list[fx.Node]:
-        """What is computed from the experts' rows, up to the first values of a token, in graph order."""
+        """What is computed from the experts' rows, up to the first values of a token, in graph order.
+
+        Where a token has one expert nothing is summed: weights may follow the first of them.
+        """
         n_tokens = shape(self.ids)[0]
         reached, found = {self.slots.exit}, []
+        self.after_experts = reached
         for node in self.graph.nodes:
             if is_tensor(node) and reached & set(node.all_input_nodes):
-                if rank_of(node) == 2 and shape(node)[0] == n_tokens:
+                is_per_token = rank_of(node) == 2 and shape(node)[0] == n_tokens
+                if is_per_token:
                     found.append(node)
-                else:
+                if not is_per_token or (not self.has_choices and len(found) < _MOST_STEPS):
                     reached.add(node)
         return found
 
@@ -113,24 +122,28 @@ class _Match:
         product = read_product(node)
         if product is not None and len(product.terms) == 2:
             readings.append(lambda: self._combined(node, product))
-        if len(self.pair_axes) == 2:
-            readings += [
-                lambda one=one: one.convert(self.function, self.token_axes, (CHOICE,))
-                for one in pair_sums(node)
-                if one.size == self.sizes[CHOICE]
-            ]
+        size, choice = (self.sizes[CHOICE], (CHOICE,)) if self.has_choices else (1, ONE)
+        readings += [
+            lambda one=one: one.convert(self.function, self.token_axes, choice)
+            for one in pair_sums(node)
+            if one.size == size
+        ]
+        if not self.has_choices:
+            readings.append(lambda: self.function.convert(node, (*self.token_axes, ROW)))
         return readings
 
     def _region(self, exit_node: fx.Node, result: Converted) -> Region:
         if self.tokens is None or self.filled is None or self.read is None:
             raise NoMatch(exit_node, "it is not certain which pair is in which slot")
         self._require_own_slots(exit_node)
-        top_k = shape(self.ids)[1] if len(self.pair_axes) == 2 else 1
+        top_k = shape(self.ids)[1] if self.has_choices else 1
         if not isinstance(top_k, int):
             raise NoMatch(self.ids, "the number of experts a token is not fixed")
         if not are_distinct(self.ids) and top_k > 1:
             raise NoMatch(self.ids, "a token may have the same expert twice")
         function = self.function.finish(result)
+        if self.kept is not None:
+            require_zero(exit_node, function, self.tokens, self.weight_dtype, self.function.params)
         return Region(
             style="capacity",
             tokens=self.tokens,
@@ -150,7 +163,8 @@ class _Match:
         assert self.filled is not None and self.read is not None
         filled, read, kept = self.filled.slot, self.read.slot, self.kept
         if kept is None:
-            if filled.exact_below is not None or read.exact_below is not None:
+            drops = self.filled.kept or filled.exact_below is not None or read.exact_below is not None
+            if drops:
                 raise NoMatch(node, "pairs beyond the capacity are not certainly weighted with zero")
             return
         # A kept pair beyond the last slot is an index error in the model itself.
@@ -183,13 +197,14 @@ class _Match:
         names = _flat(axes)
         if axes == (*_EXPERT_SLOT, ROW) and node not in self.slots.inside:
             return self._dispatched(node)
-        if names == _flat(self.token_axes) and axes[-1:] == (ROW,):
+        is_after = node in self.after_experts or node in self.results
+        if names == _flat(self.token_axes) and axes[-1:] == (ROW,) and not is_after:
             if self.tokens not in (None, node):
                 raise NoMatch(node, "a second kind of tokens enters the experts")
             self.tokens = node
             return self.function.rows
         if names == _flat(self.pair_axes):
-            if ROW not in axes:
+            if ROW not in axes and not is_after:
                 return self._weighted(node, self.router.factors(node, axes), axes)
             if node.target is operator.getitem and isinstance(node.args[1], tuple):
                 return self._read_back(node, axes)
@@ -228,6 +243,8 @@ class _Match:
     def _weighted(self, node: fx.Node, found: Factors, axes: Axes) -> Converted:
         if self.weights and self.weights != found.weights:
             raise NoMatch(node, "a second kind of weights enters the experts")
+        if found.changed_by is not None:
+            raise NoMatch(found.changed_by, "it changes the weights")
         if any(_flat(own) != _flat(self.pair_axes) for _, own in found.weights) or not found.weights:
             raise NoMatch(node, "its weights are not one for each pair")
         self.weights, self.weight_dtype = found.weights, value(node).dtype
@@ -287,7 +304,7 @@ class _Match:
 
     def _layout_of_pairs(self, node: fx.Node, lead: tuple[Dim, ...]) -> Axes:
         if lead == shape(self.ids):
-            return self.pair_axes
+            return (*self.pair_axes, *[ONE] * (len(lead) - len(self.pair_axes)))
         if len(lead) == 1:
             return (tuple(name for axis in self.pair_axes for name in axis),)
         raise NoMatch(node, "its rows are not those of the routed pairs")

@@ -44,6 +44,7 @@ class _Match:
         source = argument(total, 3, "source", argument(total, 3, "src"))
         if (
             argument(total, 1, "dim") != 0
+            or argument(total, 4, "alpha", 1) != 1
             or not is_call(base, "zeros", "zeros_like", "new_zeros")
             or rank_of(total) != 2
         ):
@@ -106,6 +107,11 @@ class _Match:
             ids: fx.Node = node.args[1] if is_gather(node) else argument(node, 2, "index")  # type: ignore[assignment]
             if axes[-1] != ROW or rank_of(node.args[0]) != 2 or argument(node, 1, "dim", 0) not in (0, ids):  # type: ignore[arg-type]
                 raise NoMatch(node, "it does not gather tokens [T, D]")
+            known = self.tokens is None or self.tokens is node.args[0]
+            if not known or (
+                self.ids is not None and self._source(ids, axes[:-1]) != self._source(self.ids, self.ids_axes)
+            ):
+                raise NoMatch(node, "a second kind of tokens enters the experts")
             self.tokens, self.ids, self.ids_axes = node.args[0], ids, axes[:-1]  # type: ignore[assignment]
             return self.function.rows
         return None

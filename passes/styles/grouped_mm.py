@@ -153,7 +153,7 @@ class _Match:
             raise NoMatch(split, "the number of experts a token is not fixed")
         total = _only_user(split)
         if is_call(total, "mul"):
-            weights = next(a for a in total.args if a is not split)
+            weights = next((a for a in total.args if a is not split), None)
             if (
                 self.weights is not None
                 or not is_call(weights, "unsqueeze")
@@ -169,6 +169,7 @@ class _Match:
             not is_call(total, "sum")
             or dims not in (1, (1,), [1], -2)
             or argument(total, 2, "keepdim", False)
+            or total.kwargs.get("dtype") is not None
         ):
             raise NoMatch(total, "the pairs of a token are not plainly summed")
         return total, top_k, result
@@ -176,7 +177,8 @@ class _Match:
     def _added(self, total: fx.Node) -> tuple[fx.Node, int]:
         """`zeros.index_add(0, token of row, rows)` or the same with scatter_add."""
         base, dim, index = total.args[0], argument(total, 1, "dim"), argument(total, 2, "index")
-        if dim != 0 or not is_call(base, "zeros", "zeros_like", "new_zeros"):
+        is_plain = dim == 0 and argument(total, 4, "alpha", 1) == 1
+        if not is_plain or not is_call(base, "zeros", "zeros_like", "new_zeros"):
             raise NoMatch(total, "it does not sum rows into zeros")
         if is_call(total, "scatter_add"):
             index = _broadcast_index(index)
@@ -274,10 +276,14 @@ def _sorting(offsets: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
     histogram = strip_casts(counts.args[0])
     if not is_call(histogram, "histc", "bincount"):
         raise NoMatch(histogram, "rows per expert are not counted with histc or bincount")
+    if is_call(histogram, "histc") and not _counts_every_expert(histogram):
+        raise NoMatch(histogram, "it does not count the rows of each expert")
     ids = strip_casts(histogram.args[0])
     if ids.target is operator.getitem and is_call(ids.args[0], "sort"):
         ids = ids.args[0].args[0]  # type: ignore[union-attr, assignment]
     for user in ids.users:
+        if is_call(user, "argsort", "sort") and user.kwargs.get("descending"):
+            raise NoMatch(user, "it sorts the last expert first")
         if is_call(user, "argsort"):
             return ids, user, None
         if is_call(user, "sort"):
@@ -285,6 +291,12 @@ def _sorting(offsets: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
             if 1 in parts:
                 return ids, parts[1], parts.get(0)
     raise NoMatch(ids, "the ids that are counted are not sorted")
+
+
+def _counts_every_expert(histogram: fx.Node) -> bool:
+    """`histc(ids, bins=E, min=0, max=E - 1)`: a bin for every expert; more than E - 1 counts ids of no expert too."""
+    bins = argument(histogram, 1, "bins", 100)
+    return argument(histogram, 2, "min", 0) == 0 and argument(histogram, 3, "max", 0) == bins - 1
 
 
 def _rows_taken(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from disagmoe_compile.passes.metadata import is_tensor, rank_of, shape, value
@@ -26,6 +25,7 @@ from disagmoe_compile.passes.styles.parameters import is_parameter, is_stacked, 
 from disagmoe_compile.passes.styles.products import read_product
 from disagmoe_compile.passes.styles.slots import Origin, origin
 from disagmoe_compile.passes.styles.sums import pair_sums
+from disagmoe_compile.passes.styles.zero_weight import require_zero
 from disagmoe_compile.passes.styles.zeros import routed_ids
 
 _EXPERT = "expert"
@@ -109,10 +109,12 @@ class _Match:
             raise NoMatch(exit_node, "no routing scores enter the experts")
         ids = routed_ids(self.scores)
         function = self.function.finish(result)
-        self._check_zero(exit_node, function)
+        require_zero(exit_node, function, self.tokens, value(self.scores).dtype, self.function.params)
         top_k = shape(ids)[-1] if rank_of(ids) == rank_of(self.scores) else 1
         if not isinstance(top_k, int):
             raise NoMatch(ids, "the number of experts a token is not fixed")
+        if shape(ids)[: len(self.lead)] != self.lead or (rank_of(ids) or 0) > len(self.lead) + 1:
+            raise NoMatch(ids, "its experts are chosen for other tokens than those that enter")
         return Region(
             style="masked_dense",
             tokens=self.tokens,
@@ -147,6 +149,8 @@ class _Match:
     def _leaf(self, node: fx.Node, axes: Axes) -> Converted | None:
         if is_parameter(node):
             return parameter_leaf(self.function, node, axes)
+        if node in self.inside:
+            return None
         pairs = tuple(axis for axis in axes if axis not in (ROW, ONE))
         if pairs == self.token_axes and axes[len(pairs) :] == (ROW,):
             self.tokens = self._one("tokens", self.tokens, node)
@@ -161,16 +165,3 @@ class _Match:
         if known not in (None, node):
             raise NoMatch(node, f"a second kind of {what} enters the experts")
         return node
-
-    def _check_zero(self, exit_node: fx.Node, function: fx.GraphModule) -> None:
-        """A weight of zero must give a row of zeros. Random parameters would show any bias."""
-        generator = torch.Generator().manual_seed(0)
-        params = [
-            torch.randn([int(size) for size in value(p).shape[1:]], generator=generator).to(value(p).dtype)
-            for p in self.function.params
-        ]
-        width, dtype = int(value(self.tokens).shape[-1]), value(self.tokens).dtype  # type: ignore[arg-type]
-        rows = torch.randn(3, width, generator=generator).to(dtype)
-        result = function(rows, torch.zeros(3, dtype=value(self.scores).dtype), *params)  # type: ignore[arg-type]
-        if result.count_nonzero():
-            raise NoMatch(exit_node, "experts return more than zero for tokens that were not routed to them")

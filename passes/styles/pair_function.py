@@ -355,7 +355,11 @@ class PairFunction:
     def _reduce(self, node: fx.Node, axes: Axes) -> Converted:
         source: fx.Node = node.args[0]  # type: ignore[assignment]
         dims, rank = argument(node, 1, "dim"), rank_of(source) or 0
-        keepdim = node.kwargs.get("keepdim", next((a for a in node.args[2:] if isinstance(a, bool)), False))
+        positional = list(node.args[2:])
+        kept: dict[str, Any] = {}
+        if is_call(node, "var", "std") and positional and "correction" not in node.kwargs:
+            kept["unbiased"] = positional.pop(0)
+        keepdim = node.kwargs.get("keepdim", next(iter(positional), False))
         listed = dims if isinstance(dims, tuple | list) else (dims,)
         if not all(isinstance(d, int) for d in listed) or (keepdim and len(listed) != 1):
             raise NoMatch(node, "it may mix rows")
@@ -370,7 +374,7 @@ class PairFunction:
         converted = self.convert(source, own)
         along = tuple(-row_rank(own[d:]) for d in sorted(gone))
         stays = keepdim and axes[next(iter(gone))] == ROW
-        kwargs = {k: v for k, v in node.kwargs.items() if k not in ("dim", "keepdim")}
+        kwargs = kept | {k: v for k, v in node.kwargs.items() if k not in ("dim", "keepdim")}
         kwargs |= {"dim": along if len(along) > 1 else along[0], "keepdim": stays}
         return self._like(converted, node.op, node.target, (converted.node,), kwargs)
 

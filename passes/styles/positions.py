@@ -15,10 +15,11 @@ Legend: T tokens, k experts a token, E experts, C slots an expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
+import torch
 from torch import fx
 
 from disagmoe_compile.passes.metadata import argument, expression, is_call, is_tensor, shape, value
@@ -27,6 +28,7 @@ from disagmoe_compile.passes.regions import NoMatch
 from disagmoe_compile.passes.styles.axes import ONE, Axes, Axis, broadcast
 from disagmoe_compile.passes.styles.moves import moved
 from disagmoe_compile.passes.styles.products import read_product
+from disagmoe_compile.passes.styles.signs import is_not_negative
 
 TOKEN, CHOICE, EXPERT, SLOT = "token", "choice", "expert", "slot"
 _NOTHING = "it is not certain which pair is in which slot"
@@ -51,12 +53,16 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """A product of known parts: is this the pair's expert, is this its slot, is it kept, and weights of pairs."""
+    """A product of known parts: is this the pair's expert, is this its slot, is it kept, and weights of pairs.
+
+    `changed_by`: a `detach`, or a conversion that loses digits, of the product with its weights.
+    """
 
     has_expert: bool = False
     slot: Slot | None = None
     kept: Kept | None = None
     weights: tuple[tuple[fx.Node, Axes], ...] = ()
+    changed_by: fx.Node | None = None
 
     def times(self, node: fx.Node, other: Factors) -> Factors:
         if self.slot and other.slot and self.slot != other.slot:
@@ -68,6 +74,7 @@ class Factors:
             self.slot or other.slot,
             self.kept or other.kept,
             (*self.weights, *other.weights),
+            self.changed_by or other.changed_by,
         )
 
 
@@ -100,45 +107,72 @@ class Router:
         """Raises NoMatch where `node` is no product of known parts."""
         if _names(axes) <= self.pair_names and value(node).is_floating_point():
             try:
-                return self._factors(node, axes)
+                found = self._factors(node, axes)
             except NoMatch:
-                return Factors(weights=((node, axes),))
+                found = Factors(weights=((node, axes),))
+            # Of a kept pair the value itself is the weight: no conversion, and no `detach`, on the way to it is lost.
+            return replace(found, weights=((node, axes),), changed_by=None) if found.weights else found
         return self._factors(node, axes)
 
     def _factors(self, node: fx.Node, axes: Axes) -> Factors:
         source = moved(node, axes, self.sizes)
         if source is not None:
-            return self.factors(*source)
+            found = self.factors(*source)
+            if value(node).dtype == torch.bool:
+                return replace(found, weights=(), changed_by=None)
+            if found.weights and not _keeps_weights(node, found):
+                return replace(found, changed_by=node)
+            return found
         if is_call(node, "one_hot"):
             return self._one_hot(node, axes)
         if is_call(node, "lt", "le", "gt", "ge"):
             return self._comparison(node, axes)
         if is_call(node, "bool") or (is_call(node, "ne") and node.args[1] == 0):
-            return replace(self.factors(node.args[0], axes), weights=())  # type: ignore[arg-type]
+            return replace(self.factors(node.args[0], axes), weights=(), changed_by=None)  # type: ignore[arg-type]
         if is_call(node, "mul", "logical_and", "and_"):
-            result = Factors()
+            operands = []
             for operand in node.args[:2]:
                 if not isinstance(operand, fx.Node) or not is_tensor(operand):
                     raise NoMatch(node, _NOTHING)
-                own = broadcast(node, axes, shape(node), shape(operand))
-                result = result.times(node, self.factors(operand, own))
-            return result
-        if is_call(node, "sum") and CHOICE in self.sizes and CHOICE not in _names(axes):
+                operands.append((operand, broadcast(node, axes, shape(node), shape(operand))))
+            return self._product(node, operands)
+        if is_call(node, "sum") and CHOICE not in _names(axes):
             dim = argument(node, 1, "dim")
             if isinstance(dim, int) and not argument(node, 2, "keepdim", False):
                 dim %= len(axes) + 1
-                return self.factors(node.args[0], (*axes[:dim], (CHOICE,), *axes[dim:]))  # type: ignore[arg-type]
+                if CHOICE not in self.sizes:
+                    if shape(node.args[0])[dim] != 1:  # type: ignore[arg-type]
+                        raise NoMatch(node, _NOTHING)
+                    return self.factors(node.args[0], (*axes[:dim], ONE, *axes[dim:]))  # type: ignore[arg-type]
+                return self._summed(node, self.factors(node.args[0], (*axes[:dim], (CHOICE,), *axes[dim:])))  # type: ignore[arg-type]
         product = read_product(node)
         if product is not None and len(product.summed) <= 1:
             axis_of: dict[object, Axis] = dict(zip(product.letters, axes, strict=True))
-            axis_of |= dict.fromkeys(product.summed, (CHOICE,))
-            if product.summed and (CHOICE not in self.sizes or CHOICE in _names(axes)):
+            is_one = CHOICE not in self.sizes and all(product.size_of(x) == 1 for x in product.summed)
+            axis_of |= dict.fromkeys(product.summed, ONE if is_one else (CHOICE,))
+            if product.summed and not is_one and (CHOICE not in self.sizes or CHOICE in _names(axes)):
                 raise NoMatch(node, _NOTHING)
-            result = Factors()
-            for term in product.terms:
-                result = result.times(node, self.factors(term.node, tuple(axis_of[x] for x in term.letters)))
-            return result
+            terms = [(term.node, tuple(axis_of[x] for x in term.letters)) for term in product.terms]
+            result = self._product(node, terms)
+            return self._summed(node, result) if product.summed else result
         raise NoMatch(node, _NOTHING)
+
+    def _product(self, node: fx.Node, operands: Sequence[tuple[fx.Node, Axes]]) -> Factors:
+        found = [self.factors(*operand) for operand in operands]
+        has_sum = CHOICE in self.sizes and any(CHOICE not in _names(axes) for _, axes in operands)
+        if has_sum and not all(one.has_expert for one in found):
+            raise NoMatch(node, "it multiplies one choice of a token with another")
+        result = Factors()
+        for one in found:
+            result = result.times(node, one)
+        return result
+
+    @staticmethod
+    def _summed(node: fx.Node, found: Factors) -> Factors:
+        """Of a token's choices only one has a given expert, so that their sum keeps them apart."""
+        if not found.has_expert:
+            raise NoMatch(node, "it sums the choices of a token without telling their experts apart")
+        return found
 
     def _one_hot(self, node: fx.Node, axes: Axes) -> Factors:
         numbers: fx.Node = node.args[0]  # type: ignore[assignment]
@@ -150,8 +184,12 @@ class Router:
 
     def _comparison(self, node: fx.Node, axes: Axes) -> Factors:
         number, limit = node.args[:2]
-        if is_call(node, "gt", "ge") and limit == 0:
-            return replace(self.factors(number, axes), weights=())  # type: ignore[arg-type]
+        if is_call(node, "gt") and limit == 0:
+            found = self.factors(number, axes)  # type: ignore[arg-type]
+            for weight, _ in found.weights:
+                if not is_not_negative(weight):
+                    raise NoMatch(weight, "weights may be negative, and are compared with zero")
+            return replace(found, weights=(), changed_by=None)
         if is_call(node, "gt", "ge") or not isinstance(number, fx.Node):
             raise NoMatch(node, _NOTHING)
         if self.position(number, axes) != 0:
@@ -233,7 +271,7 @@ class Router:
             for counts, mask in (node.args[:2], node.args[1::-1]):
                 if is_tensor(mask) and self._is_mask(mask, axes):  # type: ignore[arg-type]
                     return self._counts(counts, axes)  # type: ignore[arg-type]
-        if is_call(node, "cumsum"):
+        if is_call(node, "cumsum") and value(node).dtype not in (torch.float16, torch.bfloat16):
             along = axes[argument(node, 1, "dim")]
             if not isinstance(along, tuple) or set(along) != self.pair_names:
                 raise NoMatch(node, "it counts along some of the pairs only, so two pairs may share a slot")
@@ -246,6 +284,17 @@ class Router:
             return self._factors(node, axes) == Factors(has_expert=True)
         except NoMatch:
             return False
+
+
+def _keeps_weights(node: fx.Node, found: Factors) -> bool:
+    """Whether what `node` makes of a product with weights, in the end converted to its own type, is that product."""
+    source, result = value(node.args[0]), value(node)  # type: ignore[arg-type]
+    if is_call(node, "detach") or not (result.is_floating_point() and source.is_floating_point()):
+        return False
+    widens = torch.finfo(result.dtype).bits > torch.finfo(source.dtype).bits
+    return not widens or all(
+        torch.finfo(value(weight).dtype).bits <= torch.finfo(source.dtype).bits for weight, _ in found.weights
+    )
 
 
 def _names(axes: Axes) -> set[str]:

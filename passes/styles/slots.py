@@ -116,6 +116,7 @@ class SlotMatch:
             exit=self.exit,
             num_experts=self.layout.num_experts,
             top_k=1,
+            chosen_by=self.chosen_by,
         )
 
     def _inside(self) -> set[fx.Node]:

@@ -79,9 +79,12 @@ def background(node: fx.Node) -> Background:
             return _zero(node, background(node.args[0]))  # type: ignore[arg-type]
         product = read_product(node)
         if product is not None:
-            return _any_zero(
-                node, [term.node for term in product.terms if term.letters[-1:] == product.letters[-1:]]
-            )
+            aligned = [
+                term.node
+                for term in product.terms
+                if tuple(letter for letter in term.letters if letter in product.letters) == product.letters
+            ]
+            return _any_zero(node, aligned)
     raise NoMatch(node, "scores are not zero by structure outside a top-k")
 
 

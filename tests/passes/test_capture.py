@@ -110,6 +110,25 @@ def test_root_module_is_the_users_model():
     assert found == [model]
 
 
+def test_parameters_keep_their_names_where_forward_sets_an_attribute():
+    class Noted(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+            self.register_buffer("scale", torch.ones(3))
+
+        def forward(self, x):
+            self.seen = self.inner(x)
+            return self.outer(self.seen * self.scale)
+
+    captured, _ = capture_model(Noted(), {"x": torch.randn(4, 3)})
+    names = {one.name: one.kind for one in captured.inputs if one.kind in ("parameter", "buffer")}
+    assert names == {
+        "inner.weight": "parameter", "inner.bias": "parameter", "outer.weight": "parameter",
+        "outer.bias": "parameter", "scale": "buffer",
+    }  # fmt: skip
+
+
 def test_graph_break_is_refused_at_its_line():
     seen = []
 

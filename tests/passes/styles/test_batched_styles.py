@@ -80,13 +80,78 @@ def test_weights_of_another_order_are_exact_because_pairs_are_by_position():
     assert found.styles == ["gathered"] and found.error < 1e-5, found
 
 
+def test_rows_of_pairs_that_are_not_summed_leave_one_by_one():
+    found = outcome(gathered(combine="max"))
+    assert found.styles == ["gathered"] and found.error < 1e-5, found
+
+
+def test_ids_from_the_end_are_exact():
+    found = outcome(lambda m, x, w, ids, p: gathered()(m, x, w, ids - 1, p))
+    assert found.styles == ["gathered"] and found.error < 1e-5, found
+
+
+def squared_mean(h: Tensor) -> Tensor:
+    return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+def deviation(h: Tensor) -> Tensor:
+    return h / (torch.var(h, -1, False, True) + 1)
+
+
+@pytest.mark.parametrize("hidden", [squared_mean, deviation])
+def test_values_of_one_row_inside_an_expert_are_exact(hidden):
+    found = outcome(gathered(hidden=hidden))
+    assert found.styles == ["gathered"] and found.error < 1e-5, found
+
+
+def test_tokens_added_to_their_experts_rows_are_exact():
+    def routed(m, x, w, ids, _):
+        out = torch.einsum("td,tkdh,tkhe->tke", x, m.w1[ids], m.w2[ids])
+        return ((out * w[..., None] + x[:, None]) * w[..., None]).sum(1)
+
+    found = outcome(routed)
+    assert found.styles == ["gathered"] and found.error < 1e-5, found
+
+
+def squeezed(m, x, w, ids, p):
+    weights, ids = p.topk(1, -1)
+    h = F.silu(torch.einsum("td,tdh->th", x, m.w1[ids.squeeze(-1)]) + m.b1[ids.squeeze(-1)])
+    return torch.bmm(h[:, None], m.w2[ids.squeeze(-1)]).squeeze(1) * weights
+
+
+def kept_dimension(m, x, w, ids, p):
+    weights, ids = p.topk(1, -1)
+    rows = x.repeat_interleave(1, 0)
+    h = F.silu(torch.bmm(rows.unsqueeze(1), m.w1[ids.view(-1)]).squeeze(1) + m.b1[ids.view(-1)])
+    out = torch.bmm(h.unsqueeze(1), m.w2[ids.view(-1)]).squeeze(1) * weights.view(-1, 1)
+    return out.view(x.shape[0], 1, -1).sum(1)
+
+
+def from_a_table(m, x, w, ids, p):
+    ids = torch.arange(x.shape[0]) * 7 % EXPERTS
+    h = torch.bmm(x[:, None], m.w1[ids]).relu()
+    return torch.bmm(h, m.w2[ids])[:, 0]
+
+
+@pytest.mark.parametrize("routed", [squeezed, kept_dimension, from_a_table])
+def test_one_expert_a_token_is_exact_with_and_without_a_sum(routed):
+    found = outcome(routed)
+    assert found.styles == ["gathered"] and found.error < 1e-5, found
+
+
 def other_ids(m, x, w, ids, _):
     h = torch.einsum("td,tkdh->tkh", x, m.w1[ids]).relu()
     return torch.einsum("tkh,tkhd,tk->td", h, m.w2[ids.flip(-1)], w)
 
 
-def negative_ids(m, x, w, ids, p):
-    return gathered()(m, x, w, ids - 1, p)
+def gathered_gate(m, x, w, ids, _):
+    out = torch.einsum("td,tkdh,tkhe->tke", x, m.w1[ids], m.w2[ids])
+    return (out * out.sum(-1, keepdim=True).softmax(1)).sum(1)
+
+
+def masked_by_number(m, x, w, ids, _):
+    out = torch.einsum("td,tkdh,tkhe->tke", x, m.w1[ids], m.w2[ids])
+    return (out * (ids > 0)[..., None]).sum(1)
 
 
 def written_inside(m, x, w, ids, _):
@@ -103,7 +168,6 @@ def written_input(m, x, w, ids, _):
 
 
 REFUSED_GATHERED = {
-    "max over the experts of a token": (gathered(combine="max"), "`amax`.*not plainly summed"),
     "softmax over tokens": (gathered(hidden=lambda h: h.softmax(0)), "`softmax`.*may mix rows"),
     "softmax over the experts of a token": (
         gathered(hidden=lambda h: h.softmax(1)),
@@ -120,7 +184,8 @@ REFUSED_GATHERED = {
     ),
     "random numbers": (gathered(hidden=lambda h: F.dropout(h, 0.5)), "random numbers"),
     "other ids for the second matrix": (other_ids, "other experts than the ids of its pairs say"),
-    "ids from the end": (negative_ids, "may be negative"),
+    "weights that are computed inside": (gathered_gate, "`softmax`.*may mix rows"),
+    "no weight": (masked_by_number, "is no weight"),
     "written inside": (written_inside, "writes in place to a value inside"),
     "input written while they run": (written_input, "writes in place to what the experts read"),
 }
