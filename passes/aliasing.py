@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
+from disagmoe_compile.passes.buffer_op import add_to_buffer
 from disagmoe_compile.passes.metadata import is_call, is_tensor, target_name
 from disagmoe_compile.passes.modes import erase_idle_switches, switches_mode, transform_blocks
 
@@ -37,7 +38,7 @@ _MAY_ALIAS = frozenset({
     "detach", "real", "imag", "contiguous", "to", "type", "type_as", "float", "double", "half",
     "bfloat16", "int", "long", "bool", "cpu", "cuda", "chunk", "split", "split_with_sizes",
     "tensor_split", "unbind", "hsplit", "vsplit", "dsplit", "getattr", "dropout", "alias",
-    "requires_grad_", "positive", "conj", "resolve_conj", "nan_to_num_", "atleast_1d", "atleast_2d",
+    "requires_grad_", "_get_data_attr", "positive", "conj", "resolve_conj", "nan_to_num_", "atleast_1d", "atleast_2d",
     "atleast_3d",
 })  # fmt: skip
 _MULTI_VIEW = frozenset({
@@ -111,7 +112,7 @@ def effect_edges(graph: fx.Graph, roots: Mapping[fx.Node, fx.Node]) -> dict[fx.N
 
 
 def live_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Every node that the output or the storage of an input depends on, through data, effects or modes."""
+    """Every node that the output, a buffer or the storage of an input depends on, through data, effects or modes."""
     roots = storage_roots(graph)
     edges = effect_edges(graph, roots)
     blocks = transform_blocks(graph)
@@ -119,7 +120,9 @@ def live_nodes(graph: fx.Graph) -> set[fx.Node]:
     pending = [
         node
         for node in graph.nodes
-        if node.op == "output" or (written(node) is not None and roots[node].op == "placeholder")
+        if node.op == "output"
+        or node.target is add_to_buffer
+        or (written(node) is not None and roots[node].op == "placeholder")
     ]
     while pending:
         node = pending.pop()

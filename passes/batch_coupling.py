@@ -2,13 +2,13 @@
 the whole batch.
 
 Router auxiliary losses (means over all tokens), capacity counts, expert-choice routing and batch
-normalisation do; a language model's own layers do not. The sums of the loss are not meant: they are shared
-out exactly.
+normalisation do; a language model's own layers do not. The sums of the loss, and those that are added to
+buffers, are not meant: they are shared out exactly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
 import sympy
 from torch import fx
@@ -47,8 +47,28 @@ def _coupling(program: AttentionProgram, batch: sympy.Symbol) -> list[fx.Node]:
     graph = program.module.graph
     results = next(node for node in graph.nodes if node.op == "output").args[0]
     numerators = {results[position] for position in program.loss_numerators}  # type: ignore[index]
+    deltas = [results[position] for position in program.buffer_deltas]  # type: ignore[index]
+    others = [result for result in results if result not in deltas]  # type: ignore[union-attr]
+    summed = {node for node in _behind(deltas) - _behind(others) if _is_sum(node, batch)}
     computed = _computed_by_model(program)
-    return [node for node in graph.nodes if node not in numerators and _mixes(node, batch, computed)]
+    return [n for n in graph.nodes if n not in numerators | summed and _mixes(n, batch, computed)]
+
+
+def _behind(results: Iterable[fx.Node]) -> set[fx.Node]:
+    """What the results are made of, and they themselves."""
+    found: set[fx.Node] = set()
+    pending = list(results)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
+def _is_sum(node: fx.Node, batch: sympy.Symbol) -> bool:
+    """Of what only a buffer's update reads: a sum over samples, which the update of the whole batch adds up."""
+    return is_tensor(node) and batch not in free_symbols(shape(node))
 
 
 def _computed_by_model(program: AttentionProgram) -> set[fx.Node]:

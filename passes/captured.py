@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -28,6 +28,7 @@ class CapturedGraph:
     """`inputs[i]` describes placeholder i of the graph; `sources[i]` is its name in the user's frame.
 
     `batch_symbol` is None where the batch is 1. `training`: the graph was traced with gradients on.
+    `assigned_buffers`: output -> input: Dynamo puts this output in the place of this buffer after the call.
     """
 
     graph_module: fx.GraphModule
@@ -37,6 +38,7 @@ class CapturedGraph:
     batch_symbol: sympy.Symbol | None
     autocast: AutocastState
     training: bool
+    assigned_buffers: Mapping[int, int] = field(default_factory=dict)
 
     def sizes(self, args: Sequence[Any]) -> dict[sympy.Symbol, int]:
         """Value of every symbol, from the flat arguments of one call (sizes and tensors as the graph takes

@@ -18,6 +18,9 @@ from torch import fx
 
 from disagmoe_compile.errors import DisagMoEError
 from disagmoe_compile.passes import metadata
+from disagmoe_compile.passes.aliasing import storage_roots, written
+from disagmoe_compile.passes.buffer_op import add_to_buffer
+from disagmoe_compile.passes.program import InputKind
 from disagmoe_compile.passes.sizes import symbol_sources
 
 if TYPE_CHECKING:
@@ -31,6 +34,7 @@ class Capability(StrEnum):
     REGIONS_KNOWN = "regions_known"  # the MoE regions are in the graph module's meta
     CANONICAL_EXPERTS = "canonical_experts"  # every known region is one call of `experts`
     SIZES = "sizes"  # no size is taken from a tensor that the model computes
+    BUFFER_UPDATES = "buffer_updates"  # buffers change by `add_to_buffer` alone, behind everything else
     PLACED = "placed"  # every node has a boundary
     PARTITIONED = "partitioned"  # the graph is attention and experts modules and getitems
     TRANSFERS = "transfers"  # whatever enters or leaves an experts module passes m2n nodes
@@ -136,6 +140,17 @@ def _sizes(gm: fx.GraphModule) -> str | None:
     return _first(gm, broken)
 
 
+def _buffer_updates(gm: fx.GraphModule) -> str | None:
+    roots = storage_roots(gm.graph)
+
+    def broken(node: fx.Node) -> bool:
+        target = written(node)
+        source = None if target is None else metadata.source_of(roots[target])
+        return source is not None and source.kind is InputKind.BUFFER
+
+    return _first(gm, broken)
+
+
 def _placed(gm: fx.GraphModule) -> str | None:
     return _first(gm, lambda n: n.op != "output" and metadata.PLACEMENT not in n.meta)
 
@@ -143,7 +158,7 @@ def _placed(gm: fx.GraphModule) -> str | None:
 def _partitioned(gm: fx.GraphModule) -> str | None:
     def broken(node: fx.Node) -> bool:
         return node.op in ("call_method", "get_attr") or (
-            node.op == "call_function" and node.target is not operator.getitem
+            node.op == "call_function" and node.target not in (operator.getitem, add_to_buffer)
         )
 
     return _first(gm, broken)
@@ -178,6 +193,7 @@ _CHECKS: Mapping[Capability, Callable[[fx.GraphModule], str | None]] = {
     Capability.REGIONS_KNOWN: _regions_known,
     Capability.CANONICAL_EXPERTS: _canonical,
     Capability.SIZES: _sizes,
+    Capability.BUFFER_UPDATES: _buffer_updates,
     Capability.PLACED: _placed,
     Capability.PARTITIONED: _partitioned,
     Capability.TRANSFERS: _transfers,

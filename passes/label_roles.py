@@ -44,11 +44,6 @@ _RANDOM = frozenset({
     "native_dropout", "gumbel_softmax",
 })  # fmt: skip
 
-BUFFER_UPDATE_ADVICE = (
-    "several ranks do not run updates of buffers in this version: return what it counts for each sample (first dimension the "
-    'batch), pass options={"gather_outputs": True}, and update the buffer with that outside the model; or run one process'
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -64,7 +59,9 @@ class Placement:
 @dataclass(frozen=True, slots=True)
 class LabelRoles:
     name: str = "label_roles"
-    requires: frozenset[Capability] = frozenset({Capability.CANONICAL_EXPERTS, Capability.SIZES})
+    requires: frozenset[Capability] = frozenset({
+        Capability.CANONICAL_EXPERTS, Capability.SIZES, Capability.BUFFER_UPDATES,
+    })  # fmt: skip
     provides: frozenset[Capability] = frozenset({Capability.PLACED})
 
     def run(self, graph_module: fx.GraphModule) -> PassReport:
@@ -102,25 +99,14 @@ def is_random(node: fx.Node) -> bool:
 
 def _reject_written_inputs(graph: fx.Graph, roots: Mapping[fx.Node, fx.Node]) -> None:
     for node in graph.nodes:
-        target = written(node) or _running_statistics(node)
+        target = written(node)
         if target is not None and roots[target].op == "placeholder":
             source = source_of(roots[target])
             kind, name = (source.kind, source.name) if source else ("input", roots[target].name)
-            advice = BUFFER_UPDATE_ADVICE if kind == InputKind.BUFFER else "compute a new tensor instead"
             raise UnsupportedModelError(
                 f"the model updates its {kind} `{name}` at {describe(node)}, which each micro-batch would do again on its own "
-                f"samples; {advice}"
+                "samples; compute a new tensor instead"
             )
-
-
-def _running_statistics(node: fx.Node) -> fx.Node | None:
-    """The running mean that a normalisation in training updates besides what it returns."""
-    if not is_call(node, "batch_norm", "instance_norm") or not argument(
-        node, 5, "training", is_call(node, "instance_norm")
-    ):
-        return None
-    mean = argument(node, 1, "running_mean")
-    return mean if isinstance(mean, fx.Node) else None
 
 
 def _written_storages(graph: fx.Graph, roots: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, list[fx.Node]]:

@@ -14,12 +14,14 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import fx
 
 from disagmoe_compile.errors import UnsupportedModelError
 from disagmoe_compile.passes.aliasing import effect_edges, storage_roots
 from disagmoe_compile.passes.base import PassReport
+from disagmoe_compile.passes.buffer_op import add_to_buffer
 from disagmoe_compile.passes.canonicalize_experts import ExpertsInfo
 from disagmoe_compile.passes.contract import Capability
 from disagmoe_compile.passes.extract import Cutter, Extracted
@@ -35,7 +37,7 @@ from disagmoe_compile.passes.metadata import (
     source_of,
     value,
 )
-from disagmoe_compile.passes.program import InputKind
+from disagmoe_compile.passes.program import BufferDelta, InputKind
 
 STAGE = "disagmoe_stage"  # node.meta key of a call of a stage's module
 SHARED_PARAMETERS = (
@@ -46,12 +48,13 @@ SHARED_PARAMETERS = (
 @dataclass(frozen=True, slots=True)
 class AttentionStage:
     """Layout of an attention module's outputs: dispatch four (none in the head), `n_carried`, then model
-    outputs by flat index."""
+    outputs by flat index, then one output for each of `buffer_deltas`."""
 
     boundary: int
     n_dispatch: int
     n_carried: int
     model_outputs: tuple[int, ...]
+    buffer_deltas: tuple[BufferDelta, ...]
     layers: tuple[int, ...]
     uses_rng: bool
 
@@ -84,11 +87,15 @@ class Partition:
         )
 
 
+_DeltaKey: TypeAlias = tuple[fx.Node, int]  # an `add_to_buffer` and which of its deltas
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
     stage: AttentionStage
     extracted: Extracted
     carried: tuple[fx.Node, ...]  # nodes of the source graph that the next part reads
+    deltas: tuple[_DeltaKey, ...]
     outputs: tuple[fx.Node, ...]
 
 
@@ -103,6 +110,7 @@ class _Splitter:
             key=lambda node: node.meta[EXPERTS].boundary,
         )
         self.results = output_node(self.graph).args[0]
+        self.updates = [node for node in self.graph.nodes if node.target is add_to_buffer]
 
     def reject_shared_parameters(self) -> None:
         inside = {*self.experts, *(param for node in self.experts for param in node.args[4:])}
@@ -125,10 +133,11 @@ class _Splitter:
     def attention_parts(self) -> list[_Part]:
         head = len(self.experts)
         by_level = self._model_outputs()
+        deltas = self._buffer_deltas()
         parts: list[_Part] = []
         wanted: tuple[fx.Node, ...] = ()
         for boundary in range(head, -1, -1):
-            part = self._part(boundary, wanted, by_level[boundary])
+            part = self._part(boundary, wanted, by_level[boundary], deltas[boundary])
             wanted = tuple(node for node in part.extracted.inputs if self._input_class(boundary)(node) == 2)
             _reject_non_tensors(wanted, boundary)
             parts.insert(0, part)
@@ -139,7 +148,7 @@ class _Splitter:
         """attention boundary -> flat output indices that it computes."""
         by_level: dict[int, list[int]] = defaultdict(list)
         for index, result in enumerate(self.results):
-            if not isinstance(result, fx.Node):
+            if not isinstance(result, fx.Node) or result in self.updates:
                 continue
             if not is_tensor(result):
                 raise UnsupportedModelError(
@@ -147,17 +156,34 @@ class _Splitter:
                     f"inputs ({describe(result)}); "
                     "only tensors, numbers and None can be returned from a split model"
                 )
-            placement = result.meta[PLACEMENT]
-            level = (
-                len(self.experts) if placement.recomputed else placement.boundary + (EXPERTS in result.meta)
-            )
-            by_level[level].append(index)
+            by_level[self._level(result)].append(index)
         return by_level
 
-    def _part(self, boundary: int, carried: tuple[fx.Node, ...], model_outputs: list[int]) -> _Part:
+    def _level(self, node: fx.Node) -> int:
+        """The attention part that puts out `node`."""
+        placement = node.meta[PLACEMENT]
+        return len(self.experts) if placement.recomputed else placement.boundary + (EXPERTS in node.meta)
+
+    def _buffer_deltas(self) -> dict[int, list[_DeltaKey]]:
+        """attention boundary -> what it computes of the updates of buffers."""
+        by_level: dict[int, list[_DeltaKey]] = defaultdict(list)
+        for update in self.updates:
+            for index, delta in enumerate(update.args[1:]):
+                by_level[self._level(delta)].append((update, index))
+        return by_level
+
+    def _part(
+        self,
+        boundary: int,
+        carried: tuple[fx.Node, ...],
+        model_outputs: list[int],
+        deltas: list[_DeltaKey],
+    ) -> _Part:
         head = len(self.experts)
         dispatch = tuple(self.experts[boundary].args[:4]) if boundary < head else ()
-        outputs = (*dispatch, *carried, *(self.results[index] for index in model_outputs))
+        inputs = placeholders(self.graph)
+        added = tuple(update.args[1 + index] for update, index in deltas)
+        outputs = (*dispatch, *carried, *(self.results[index] for index in model_outputs), *added)
         extracted = self.cutter.extract(
             outputs, lambda node: self._stops(node, boundary), "AttentionStage", self._input_class(boundary)
         )
@@ -166,10 +192,14 @@ class _Splitter:
             n_dispatch=len(dispatch),
             n_carried=len(carried),
             model_outputs=tuple(model_outputs),
+            buffer_deltas=tuple(
+                BufferDelta(inputs.index(update.args[0]), update.kwargs["once"][index])
+                for update, index in deltas
+            ),
             layers=self._layers(boundary),
             uses_rng=any(is_random(node) for node in extracted.module.graph.nodes),
         )
-        return _Part(stage, extracted, carried, outputs)
+        return _Part(stage, extracted, carried, tuple(deltas), outputs)
 
     def _stops(self, node: fx.Node, boundary: int) -> bool:
         if EXPERTS in node.meta:
@@ -205,14 +235,26 @@ class _Splitter:
         env: dict[fx.Node, fx.Node] = {}
         for node in placeholders(self.graph):
             env[node] = graph.node_copy(node, env.__getitem__)
+        inputs = dict(env)
         results: dict[int, fx.Node] = {}
+        deltas: dict[_DeltaKey, fx.Node] = {}
         for part in parts:
-            self._call_attention(graph, env, part, results)
+            self._call_attention(graph, env, part, results, deltas)
+        for update in self.updates:
+            args = (inputs[update.args[0]], *(deltas[update, i] for i in range(len(update.args) - 1)))
+            final = graph.call_function(add_to_buffer, args, dict(update.kwargs))
+            final.meta = {"example_value": value(update)}
+            results.update((index, final) for index, result in enumerate(self.results) if result is update)
         graph.output(tuple(results.get(index, result) for index, result in enumerate(self.results)))
         return graph
 
     def _call_attention(
-        self, graph: fx.Graph, env: dict[fx.Node, fx.Node], part: _Part, results: dict[int, fx.Node]
+        self,
+        graph: fx.Graph,
+        env: dict[fx.Node, fx.Node],
+        part: _Part,
+        results: dict[int, fx.Node],
+        deltas: dict[_DeltaKey, fx.Node],
     ) -> None:
         stage, boundary = part.stage, part.stage.boundary
         name = f"attention_{boundary}"
@@ -228,6 +270,7 @@ class _Splitter:
             values.append(item)
         n_kept = stage.n_dispatch + stage.n_carried
         results.update(zip(stage.model_outputs, values[n_kept:]))
+        deltas.update(zip(part.deltas, values[n_kept + len(stage.model_outputs) :], strict=True))
         # Only the next part reads the carried values; it hands on what later ones need.
         for node in [node for node in env if node.op != "placeholder"]:
             del env[node]

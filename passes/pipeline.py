@@ -15,6 +15,7 @@ from disagmoe_compile.passes import metadata
 from disagmoe_compile.passes.assign_streams import AssignStreams
 from disagmoe_compile.passes.base import GraphPass, Observer, PassReport, bound_options
 from disagmoe_compile.passes.batch_coupling import batch_coupled
+from disagmoe_compile.passes.buffer_updates import ASSIGNED, BufferUpdates
 from disagmoe_compile.passes.canonicalize_experts import CanonicalizeExperts
 from disagmoe_compile.passes.captured import CapturedGraph
 from disagmoe_compile.passes.contract import Capability, ContractError
@@ -60,6 +61,7 @@ def default_passes(loss_reduction: str = "auto") -> tuple[GraphPass, ...]:
         FindRegions(),
         CanonicalizeExperts(),
         RematerializeSizes(),
+        BufferUpdates(),
         LabelRoles(),
         Partition(),
         InsertTransfers(),
@@ -118,6 +120,7 @@ def working_copy(captured: CapturedGraph) -> fx.GraphModule:
         node.meta = dict(node.meta)
     graph_module = fx.GraphModule(captured.graph_module, graph, class_name="TopLevel")
     graph_module.meta["disagmoe_batch_symbol"] = captured.batch_symbol
+    graph_module.meta[ASSIGNED] = captured.assigned_buffers
     for node, source in zip(metadata.placeholders(graph), captured.inputs):
         node.meta[metadata.SOURCE] = source
     return graph_module
@@ -149,6 +152,7 @@ def fingerprint(programs: ModelPrograms, passes: Sequence[GraphPass]) -> str:
         add(
             program.stage, program.module.code, program.dispatch, program.carried, dict(program.model_outputs)
         )
+        add(dict(program.buffer_deltas))
         for i in program.inputs:
             add(i.kind, i.name, dims(i.shape), i.dtype, i.requires_grad)
         for o in program.outputs:

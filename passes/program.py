@@ -9,7 +9,7 @@ Legend: T tokens of a micro-batch on one attention rank, P routed pairs (T * top
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -66,12 +66,20 @@ class Dispatch:
 
 
 @dataclass(frozen=True, slots=True)
+class BufferDelta:
+    """What a stage adds to the buffer at `position` of the captured graph: of its samples alone, or, with `once`, of any call."""
+
+    position: int
+    once: bool
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionProgram:
     """Attention part before boundary `boundary`; the head where `dispatch` is None.
 
     `module(*inputs)` returns a tuple as `outputs`. `carried`: output positions the next attention stage reads, in the order of
     its CARRIED positions. `model_outputs`: index in the model's flat outputs -> output position. `loss_numerators`: output
-    positions, one per term of the loss (head only).
+    positions, one per term of the loss (head only). `buffer_deltas`: output position -> the buffer that it adds to.
     """
 
     boundary: int
@@ -84,6 +92,7 @@ class AttentionProgram:
     loss_numerators: tuple[int, ...]
     layers: tuple[int, ...]
     uses_rng: bool
+    buffer_deltas: Mapping[int, BufferDelta] = field(default_factory=dict)
 
     @property
     def stage(self) -> int:
@@ -189,6 +198,17 @@ class ModelOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class BufferUpdate:
+    """A buffer that grows by all its deltas at the end of a call. `output`: index among the model's flat outputs of its new value,
+    which takes the buffer's place unless `in_place`.
+    """
+
+    buffer: StageInput
+    in_place: bool
+    output: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelPrograms:
     """All of a captured model. `batch_symbol` is None where the batch is 1 (nothing to split)."""
 
@@ -198,6 +218,7 @@ class ModelPrograms:
     outputs: tuple[ModelOutput, ...]
     batch_symbol: sympy.Symbol | None
     tied_head: bool
+    buffer_updates: tuple[BufferUpdate, ...] = ()
 
     @property
     def n_boundaries(self) -> int:

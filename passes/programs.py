@@ -11,12 +11,14 @@ import torch
 from torch import fx
 
 from disagmoe_compile.passes.aliasing import remove_dead
+from disagmoe_compile.passes.buffer_op import add_to_buffer
 from disagmoe_compile.passes.experts_op import experts
 from disagmoe_compile.passes.linearize_loss import DENOMINATORS, LOSS, LossInfo
 from disagmoe_compile.passes.metadata import is_call, output_node, placeholders, shape, source_of, value
 from disagmoe_compile.passes.partition import STAGE, AttentionStage, ExpertsStage
 from disagmoe_compile.passes.program import (
     AttentionProgram,
+    BufferUpdate,
     Dispatch,
     ExpertParam,
     ExpertsProgram,
@@ -41,6 +43,7 @@ def model_programs(graph_module: fx.GraphModule, batch_symbol: sympy.Symbol | No
         outputs=_model_outputs(graph_module, attention, batch_symbol),
         batch_symbol=batch_symbol,
         tied_head=_shares_parameter(attention[0], attention[-1]),
+        buffer_updates=_buffer_updates(graph_module.graph),
     )
 
 
@@ -50,7 +53,8 @@ def without_outputs(program: AttentionProgram) -> AttentionProgram:
     output = output_node(program.module.graph)
     dispatch = 0 if program.dispatch is None else 4
     carried = len(program.carried)
-    kept = [*range(dispatch + carried), *program.loss_numerators]
+    kept = [*range(dispatch + carried), *program.buffer_deltas, *program.loss_numerators]
+    n_before_loss = len(kept) - len(program.loss_numerators)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     results = graph.graph_copy(program.module.graph, copies)
@@ -69,7 +73,8 @@ def without_outputs(program: AttentionProgram) -> AttentionProgram:
         inputs=tuple(inputs),
         outputs=tuple(program.outputs[position] for position in kept),
         model_outputs={},
-        loss_numerators=tuple(range(dispatch + carried, len(kept))),
+        loss_numerators=tuple(range(n_before_loss, len(kept))),
+        buffer_deltas={kept.index(position): delta for position, delta in program.buffer_deltas.items()},
     )
 
 
@@ -80,6 +85,7 @@ def _attention(graph_module: fx.GraphModule, call: fx.Node) -> AttentionProgram:
     results = output_node(module.graph).args[0]
     n_kept = stage.n_dispatch + stage.n_carried
     n_outputs = n_kept + len(stage.model_outputs)
+    n_with_deltas = n_outputs + len(stage.buffer_deltas)
     return AttentionProgram(
         boundary=stage.boundary,
         module=module,
@@ -88,9 +94,10 @@ def _attention(graph_module: fx.GraphModule, call: fx.Node) -> AttentionProgram:
         dispatch=Dispatch(0, 1, 2, 3) if stage.n_dispatch else None,
         carried=tuple(range(stage.n_dispatch, n_kept)),
         model_outputs={index: n_kept + offset for offset, index in enumerate(stage.model_outputs)},
-        loss_numerators=tuple(range(n_outputs, len(results))),
+        loss_numerators=tuple(range(n_with_deltas, len(results))),
         layers=stage.layers,
         uses_rng=stage.uses_rng,
+        buffer_deltas=dict(zip(range(n_outputs, n_with_deltas), stage.buffer_deltas)),
     )
 
 
@@ -173,10 +180,21 @@ def _model_outputs(
         dims = shape(result)
         per_sample = batch_symbol is not None and bool(dims) and dims[0] == batch_symbol
         tensor = value(result)
-        outputs.append(
-            ModelOutput(index, dims, tensor.dtype, tensor.requires_grad, per_sample, stage_of[index])
-        )
+        stage = None if result.target is add_to_buffer else stage_of[index]
+        outputs.append(ModelOutput(index, dims, tensor.dtype, tensor.requires_grad, per_sample, stage))
     return tuple(outputs)
+
+
+def _buffer_updates(graph: fx.Graph) -> tuple[BufferUpdate, ...]:
+    results = output_node(graph).args[0]
+    updates = []
+    for node in graph.nodes:
+        if node.target is add_to_buffer:
+            buffer = source_of(node.args[0])
+            assert buffer is not None, "a buffer is an input of the graph"
+            output = results.index(node) if node in results else None
+            updates.append(BufferUpdate(buffer, node.kwargs["in_place"], output))
+    return tuple(updates)
 
 
 def _shares_parameter(first: AttentionProgram, last: AttentionProgram) -> bool:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import torch
 
 from disagmoe_compile.plan.ir import Direction, Plan, Transfer, TransferKind
+from disagmoe_compile.runtime.buffer_sums import BufferSums
 from disagmoe_compile.runtime.messages import Expected, Message
 from disagmoe_compile.runtime.rng import derive_seed, private_rng
 from disagmoe_compile.runtime.routing import RankRoute, route, scatter_pairs, sum_partial_rows
@@ -25,7 +26,8 @@ StageKey = tuple[int, int]  # (stage or boundary, micro-batch)
 
 
 class AttentionWorker(Worker):
-    """`outputs[i][microbatch]` collects the model's outputs; `numerators` the sums of the loss terms (head ranks only)."""
+    """`outputs[i][microbatch]` collects the model's outputs; `numerators` the sums of the loss terms (head ranks only),
+    `buffer_sums` what this rank's samples add to buffers."""
 
     def __init__(
         self,
@@ -48,6 +50,7 @@ class AttentionWorker(Worker):
         super().begin(step)
         self.outputs: dict[int, dict[int, torch.Tensor]] = {}
         self.numerators: list[torch.Tensor] = []
+        self.buffer_sums = BufferSums()
         self._routes: dict[StageKey, tuple[RankRoute, ...]] = {}
         self._carried: dict[StageKey, list[torch.Tensor]] = {}
         self._carried_grads: dict[StageKey, list[torch.Tensor | None]] = {}
@@ -65,6 +68,12 @@ class AttentionWorker(Worker):
         if spec.dispatch is not None:
             self._prepare_dispatch(spec, microbatch, outputs)
             self._hand_on(spec, microbatch, outputs)
+        self.buffer_sums.add(
+            spec.buffer_deltas,
+            outputs,
+            self.step.arguments,
+            is_first=microbatch == 0 and self.member == 0,
+        )
         for index, position in spec.model_outputs.items():
             self.outputs.setdefault(index, {})[microbatch] = outputs[position]
         if spec.loss_numerators:

@@ -25,6 +25,7 @@ from disagmoe_compile.plan.topology import Group
 from disagmoe_compile.runtime.agreement import agree, batch_digest
 from disagmoe_compile.runtime.attention_worker import AttentionWorker
 from disagmoe_compile.runtime.binding import Binding
+from disagmoe_compile.runtime.buffer_sums import BufferUpdate, apply_updates
 from disagmoe_compile.runtime.executor import Executor
 from disagmoe_compile.runtime.failure import default_store, describe_failure
 from disagmoe_compile.runtime.nonfinite import spread_nonfinite
@@ -92,6 +93,7 @@ class Session:
         prepare: Callable[[Sequence[object]], Prepared],
         loss: Loss | None,
         outputs: Sequence[Output],
+        buffer_updates: Sequence[BufferUpdate],
         parameters: Mapping[int, str],
         inputs: Sequence[int],
         uses_rng: bool,
@@ -100,7 +102,7 @@ class Session:
         world: dist.ProcessGroup,
     ) -> None:
         self._binding, self._prepare = binding, prepare
-        self._loss, self._outputs = loss, outputs
+        self._loss, self._outputs, self._buffer_updates = loss, outputs, buffer_updates
         self._parameters, self._inputs = parameters, inputs
         self._uses_rng, self._trains, self._gather_outputs = uses_rng, trains, gather_outputs
         self._world = world
@@ -168,7 +170,11 @@ class Session:
             loss = self.run(prepared, arguments, None)
         else:
             self._execute(prepared, arguments, None)
-        outputs = tuple(self._output(output, prepared, loss) for output in self._outputs)
+        new_buffers = self._update_buffers(prepared, arguments)
+        outputs = tuple(
+            new_buffers[output.index] if output.index in new_buffers else self._output(output, prepared, loss)
+            for output in self._outputs
+        )
         prepared.executor.worker.end()
         Session.answered += 1
         return outputs
@@ -228,7 +234,16 @@ class Session:
         except Exception as error:
             raise describe_failure(error, dist.get_rank(), what, [], default_store()) from error
 
-    # ---- outputs
+    # ---- buffers and outputs
+    def _update_buffers(self, prepared: Prepared, arguments: Sequence[object]) -> dict[int, torch.Tensor]:
+        """Every rank's buffers grow by what the samples of all ranks add; new values by output index."""
+        worker = prepared.executor.worker
+        sums = worker.buffer_sums.sums if isinstance(worker, AttentionWorker) else {}
+        with self._explained("summing updates of buffers"):
+            return apply_updates(
+                self._buffer_updates, arguments, sums, lambda one: dist.all_reduce(one, group=self._world)
+            )
+
     def _output(self, output: Output, prepared: Prepared, loss: torch.Tensor | None) -> object:
         if self._loss is not None and output.index == self._loss.output_index:
             return loss

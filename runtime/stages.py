@@ -104,10 +104,19 @@ class DispatchOutputs:
 
 
 @dataclass(frozen=True, slots=True)
+class BufferDelta:
+    """To the buffer that is argument `position` of the call. `once`: the same in every micro-batch and on every replica."""
+
+    position: int
+    once: bool
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionStage:
     """`outputs`: (shape, dtype) of each. `carried`: outputs that go on to the next attention stage.
 
     `model_outputs`: index among the model's outputs -> output position. `loss_numerators`: one output a loss term.
+    `buffer_deltas`: output position -> which buffer it adds to.
     """
 
     index: int
@@ -119,6 +128,7 @@ class AttentionStage:
     model_outputs: Mapping[int, int]
     loss_numerators: tuple[int, ...]
     uses_rng: bool
+    buffer_deltas: Mapping[int, BufferDelta]
 
 
 @dataclass(frozen=True, slots=True)

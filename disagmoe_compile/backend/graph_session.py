@@ -24,6 +24,7 @@ from disagmoe_compile.plan.ir import Plan
 from disagmoe_compile.plan.serialize import from_dict, to_dict
 from disagmoe_compile.plan.topology import Role
 from disagmoe_compile.runtime.attention_worker import AttentionWorker
+from disagmoe_compile.runtime.buffer_sums import BufferUpdate
 from disagmoe_compile.runtime.executor import Executor
 from disagmoe_compile.runtime.expert_worker import ExpertWorker
 from disagmoe_compile.runtime.failure import default_store
@@ -61,6 +62,10 @@ def make_session(
         prepare=prepare,
         loss=None if programs.loss is None else make_loss(programs.loss),
         outputs=[Output(o.index, o.dtype, o.stage, o.constant) for o in programs.outputs],
+        buffer_updates=[
+            BufferUpdate(update.buffer.position, update.in_place, update.output)
+            for update in programs.buffer_updates
+        ],
         parameters=captured.parameter_names(),
         inputs=[
             i for i, one in enumerate(captured.inputs) if one.kind in (InputKind.INPUT, InputKind.SYMBOL)

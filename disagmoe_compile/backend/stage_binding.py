@@ -26,6 +26,7 @@ from disagmoe_compile.plan.ir import Plan
 from disagmoe_compile.runtime.stages import (
     AttentionStage,
     Boundary,
+    BufferDelta,
     CarriedValue,
     CompiledStage,
     DispatchOutputs,
@@ -174,6 +175,10 @@ class StageBinder:
             model_outputs=program.model_outputs,
             loss_numerators=program.loss_numerators,
             uses_rng=program.uses_rng,
+            buffer_deltas={
+                position: BufferDelta(delta.position, delta.once)
+                for position, delta in program.buffer_deltas.items()
+            },
         )
 
     def _source(self, one: StageInput, micro: Sizes) -> Source:

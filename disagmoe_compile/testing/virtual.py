@@ -6,7 +6,7 @@ assert_parity(run.loss, run.gradients, eager_reference(model, **batch))
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,10 +20,12 @@ from disagmoe_compile.config import Options
 from disagmoe_compile.early_batch import mark_batch
 from disagmoe_compile.graph_breaks import one_graph
 from disagmoe_compile.passes.pipeline import PartitionResult, partition_model
+from disagmoe_compile.passes.program import ModelPrograms
 from disagmoe_compile.passes.programs import without_outputs
 from disagmoe_compile.plan.ir import Plan
 from disagmoe_compile.plan.topology import Role
 from disagmoe_compile.runtime.attention_worker import AttentionWorker
+from disagmoe_compile.runtime.buffer_sums import BufferUpdate, apply_updates
 from disagmoe_compile.runtime.executor import Executor
 from disagmoe_compile.runtime.expert_worker import ExpertWorker
 from disagmoe_compile.runtime.placement import placements
@@ -42,12 +44,14 @@ class CapturedCall:
 
 @dataclass(frozen=True, slots=True)
 class VirtualRun:
-    """`gradients` are global: shards put together, replicas taken once. `executors` in rank order, for their events."""
+    """`gradients` are global: shards put together, replicas taken once. `executors` in rank order, for their events.
+    `buffers`: new values of those that the call updates, by name."""
 
     plan: Plan
     loss: float
     gradients: Mapping[str, torch.Tensor]
     executors: tuple[Executor, ...]
+    buffers: Mapping[str, torch.Tensor]
 
 
 def capture_call(
@@ -61,7 +65,9 @@ def capture_call(
         partition = partition_model(captured, loss_reduction=loss_reduction)
 
         def run(*arguments: object) -> object:
-            found.append(CapturedCall(captured, partition, arguments))
+            updated = {update.buffer.position for update in partition.programs.buffer_updates}
+            kept = tuple(a.clone() if i in updated else a for i, a in enumerate(arguments))  # type: ignore[attr-defined]
+            found.append(CapturedCall(captured, partition, kept))
             return partition.graph_module(*arguments)
 
         return run
@@ -146,6 +152,7 @@ def run_captured(
     run_all(executors, mailbox, [plan.training.of(executor.worker.group) for executor in executors])
     numerators = [w.numerators for w in workers if isinstance(w, AttentionWorker) and w.numerators]
     loss = sum(float(n) * scale for one in numerators for n, scale in zip(one, scales, strict=True))
+    buffers = _new_buffers(programs, call.arguments, workers)
     gradients: dict[str, torch.Tensor] = {}
     for fqn, place in where.items():
         for rank, rows in place.ranges.items():
@@ -154,4 +161,22 @@ def run_captured(
                 gradients.setdefault(fqn, torch.full_like(whole[fqn], float("nan")))[
                     slice(*(rows or (None,)))
                 ] = gradient
-    return VirtualRun(plan, loss, gradients, executors)
+    return VirtualRun(plan, loss, gradients, executors, buffers)
+
+
+def _new_buffers(
+    programs: ModelPrograms, arguments: Sequence[object], workers: Sequence[Worker]
+) -> dict[str, torch.Tensor]:
+    """By name; the buffers themselves stay as they are."""
+    sums: dict[int, torch.Tensor] = {}
+    for worker in workers:
+        if isinstance(worker, AttentionWorker):
+            for position, total in worker.buffer_sums.sums.items():
+                sums[position] = sums[position] + total if position in sums else total
+    names = [update.buffer.name for update in programs.buffer_updates]
+    updates = [
+        BufferUpdate(update.buffer.position, in_place=False, output=index)
+        for index, update in enumerate(programs.buffer_updates)
+    ]
+    new = apply_updates(updates, arguments, sums, lambda total: None)
+    return {name: new[index] for index, name in enumerate(names)}

@@ -25,7 +25,7 @@ def test_graph_after_every_pass_equals_eager(captured_family, family, n_layers):
         errors[name] = max(relative_error(loss, captured.loss), worst_error(gradients, captured.gradients))
 
     partition_model(captured.graph, observers=[observe])
-    assert len(errors) == 10
+    assert len(errors) == 11
     assert max(errors.values()) < 1e-5, errors
 
 
