@@ -56,6 +56,8 @@ _TINY_FIELDS: Mapping[str, Any] = {
     "num_nextn_predict_layers": 0, "num_mtp_layers": 0, "is_moe": True, "enable_moe_block": True,
 }  # fmt: skip
 
+# Widths under names of a family's own, by how the name ends: `moe_hidden_size`, `projector_hidden_size`.
+_TINY_ENDINGS: Mapping[str, int] = {"_hidden_size": 64, "_lora_rank": 16, "_head_dim": 16}
 _DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers")
 _ZERO_INITIAL_STD = 0.02
 # Names in vision and audio towers and in blocks of fields, beside those of `ALIASES`.
@@ -138,7 +140,23 @@ def _more_kinds(family: str) -> tuple[str, ...]:
 def families() -> tuple[str, ...]:
     """Every family of the installed transformers that `build` accepts, sorted. Takes seconds."""
     causal, both = _model_names()
-    return tuple(sorted(name for name in {*causal, *both} if _language_model(name) is not None))
+    names = sorted({*causal, *both})
+    return tuple(name for name in names if _names_experts(name) and _language_model(name) is not None)
+
+
+def _names_experts(family: str) -> bool:
+    """Whether the text of its config has what `_routes` asks for, or takes fields from another family's: importing the configs
+    of all the others would cost more than everything else here."""
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    folder = Path(inspect.getfile(_transformers())).parent / "models" / model_type_to_module_name(family)
+    text = "".join(file.read_text() for file in folder.glob("configuration_*.py"))
+    if re.search(r"^class \w+\((?!Pre[Tt]rained)\w+Config\)", text, re.MULTILINE):
+        return True
+    return all(
+        any(re.search(rf"\b{name}\b", text) for name in ALIASES[common])
+        for common in ("num_experts", "top_k")
+    )
 
 
 def layer_kinds(family: str) -> int:
@@ -164,15 +182,25 @@ def _tiny_values(config_class: Any, n_layers: int, more_kinds: tuple[str, ...]) 
         values |= {name: value for name, value in latent.items() if name in known}
     if "num_hidden_layers" in known:
         values |= _layer_lists(config_class, known, n_layers, more_kinds)
+    values |= _own_widths(config_class, known, values)
     values |= _sections(config_class, known, values)
+    values |= _sliding_layers(config_class, values)
     for name, part in _parts(config_class).items():
         values[name] = _tiny_values(part, n_layers, more_kinds)
         if part is not _text_class(config_class) and not _accepts(part, values[name]):
-            # A tower with constraints of its own: no text reaches it, but its output must fit the text part.
-            values[name] = {key: value for key, value in values[name].items() if key == "out_hidden_size"}
+            values[name] = _accepted(part, values[name])
         if _text_class(config_class) is config_class:  # a block of the text model's own fields
             values[name] |= {field: value for field, value in _UNDECLARED.items() if field not in known}
     return values
+
+
+def _accepted(config_class: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a tower with constraints of its own takes of them, one after another: no text reaches it."""
+    kept: dict[str, Any] = {}
+    for name, value in values.items():
+        if _accepts(config_class, {**kept, name: value}):
+            kept[name] = value
+    return kept
 
 
 def _accepts(config_class: Any, values: Mapping[str, Any]) -> bool:
@@ -181,6 +209,30 @@ def _accepts(config_class: Any, values: Mapping[str, Any]) -> bool:
     except Exception:  # a validator's
         return False
     return True
+
+
+def _own_widths(config_class: Any, known: Collection[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Wide fields that neither list above names, and a tower's list of one width a stage."""
+    found: dict[str, Any] = {}
+    default = vars(config_class())
+    for name in sorted(set(known) - set(values)):
+        value = default.get(name)
+        size = next((size for ending, size in _TINY_ENDINGS.items() if name.endswith(ending)), None)
+        if size is not None and isinstance(value, int) and value > size:
+            found[name] = size
+        if name == "hidden_sizes" and isinstance(value, list | tuple):
+            found[name] = [width * TINY["hidden_size"] // max(value) for width in value]
+    return found
+
+
+def _sliding_layers(config_class: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of latent attention in layers with a window, where the config reads them without declaring them."""
+    if 'kwargs.pop(f"swa_{name}"' not in _code(config_class) or "kv_lora_rank" not in values:
+        return {}
+    names = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    names += ("num_attention_heads", "num_key_value_heads")
+    whole = values["qk_rope_head_dim"] + values["qk_nope_head_dim"]
+    return {"swa_head_dim": whole} | {f"swa_{name}": values[name] for name in names if name in values}
 
 
 def _sections(config_class: Any, known: Collection[str], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,7 +292,7 @@ def _without(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any
 
 def _randomise_zeros(model: torch.nn.Module, config: Any) -> None:
     """Parameters that are all zero, and buffers with a zero for every expert."""
-    experts = {getattr(config, name, None) for name in ALIASES["num_experts"]} - {None}
+    experts = {getattr(config, name) for name in ALIASES["num_experts"] if getattr(config, name, None)}
     experts |= {count + getattr(config, "zero_expert_num", 0) for count in experts}
     with torch.no_grad():
         for parameter in model.parameters():
@@ -266,7 +318,7 @@ def _override(family: str, config_class: Any, values: dict[str, Any], overrides:
             place.update(dict.fromkeys(targets, value))
             found = found or bool(targets)
         if not found:
-            names = set().union(*(known for _, known in places), ALIASES)
+            names = {*ALIASES}.union(*(known for _, known in places))
             near = difflib.get_close_matches(name, sorted(names), n=3)
             raise InputError(
                 f"the config of {family} has no field {name!r}"
@@ -275,7 +327,7 @@ def _override(family: str, config_class: Any, values: dict[str, Any], overrides:
 
 
 def _layer_lists(
-    config_class: Any, known: Collection[str], n_layers: int, more_kinds: bool
+    config_class: Any, known: Collection[str], n_layers: int, more_kinds: Collection[str]
 ) -> dict[str, Any]:
     """Lists with an entry a layer: each kind of layer in turn, dense ones only at first."""
     default, values = config_class(), {}

@@ -10,7 +10,7 @@ random numbers is compared in eval mode, gradients included.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -65,23 +65,15 @@ def _check(report: FamilyReport, model: torch.nn.Module) -> FamilyReport:
     call = capture_call(model, batch)
     partition = call.partition
     regions = partition.programs.n_boundaries
-    common = {
-        "family": report.family,
-        "model": report.model,
-        "n_layers": report.n_layers,
-        "graphs": 1,
-        "styles": tuple(dict.fromkeys(e.style for e in partition.programs.experts)),
-        "stages": 2 * regions + 1,
-    }
+    styles = tuple(dict.fromkeys(experts.style for experts in partition.programs.experts))
+    report = replace(report, graphs=1, styles=styles, stages=2 * regions + 1)
     if not regions:
         skipped = dict(partition.reports)["find_regions"].skipped
-        return FamilyReport(
-            **common, reason=skipped[0] if skipped else "it routes nothing", notes=tuple(notes)
-        )
+        return replace(report, reason=skipped[0] if skipped else "it routes nothing", notes=tuple(notes))
     if partition.batch_coupled:
         notes.append(f"mixes samples: {'; '.join(map(_short, partition.batch_coupled))}")
     errors = {n: _worst_error(call, model, batch, n) for n in PLANS}
-    return FamilyReport(**common, worst_errors=errors, notes=tuple(notes))
+    return replace(report, worst_errors=errors, notes=tuple(notes))
 
 
 def token_batch() -> dict[str, torch.Tensor]:
@@ -123,13 +115,14 @@ def eager_in_parts(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], pa
     if parts == 1:
         return eager_reference(model, **batch)
     labels = [int((part != -100).sum()) for part in batch["labels"][:, 1:].chunk(parts)]
-    loss, gradients = 0.0, {}
+    loss = 0.0
+    gradients: dict[str, torch.Tensor] = {}
     for index, count in enumerate(labels):
         one = eager_reference(model, **{name: value.chunk(parts)[index] for name, value in batch.items()})
         share = count / sum(labels)
         loss += share * one.loss
         for name, gradient in one.gradients.items():
-            gradients[name] = gradients.get(name, 0.0) + share * gradient
+            gradients[name] = gradients.get(name, torch.zeros(())) + share * gradient
     return Reference(loss, gradients)
 
 
