@@ -38,7 +38,21 @@ def mark_batch(arguments: Any) -> None:
     lengths = {int(length) for tensor in wide for length in tensor.shape[1:]}
     for tensor in found:
         if tensor.shape[0] == size and (tensor.dim() > 1 or size not in lengths):
-            torch._dynamo.mark_dynamic(tensor, 0)
+            mark_samples(tensor, in_doubt=size in lengths)
+
+
+def mark_samples(tensor: Tensor, *, in_doubt: bool) -> None:
+    """Dimension 0 gets a symbol of its own. `in_doubt`: it may turn out to be no batch (a mask [S, S] where B equals S), and
+    the trace may then fix it; otherwise that is an error."""
+    if in_doubt:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    else:
+        torch._dynamo.mark_dynamic(tensor, 0)
+
+
+def is_marked(tensor: Tensor) -> bool:
+    marks = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices")
+    return any(0 in getattr(tensor, name, ()) for name in marks)
 
 
 class MarkBeforeTracing:

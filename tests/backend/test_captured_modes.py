@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from disagmoe_compile.models.styles.gathered_einsum import GatheredEinsum
-from disagmoe_compile.models.styles.language_model import Block, LanguageModel, Sizes
+from disagmoe_compile.models.styles.language_model import Block, LanguageModel, Output, Sizes
 from disagmoe_compile.testing.parity import assert_parity, eager_reference
 from disagmoe_compile.testing.virtual import CapturedCall, capture_call, run_captured
 
@@ -66,6 +66,8 @@ CALLS: Mapping[str, Any] = {
     "mask [B,1,S,S] float": lambda: tokens() | {"attention_mask": additive(per_sample())},
     "mask [1,1,S,S] bool": lambda: tokens() | {"attention_mask": causal()[None, None]},
     "mask [1,1,S,S] float": lambda: tokens() | {"attention_mask": additive(causal())[None, None]},
+    "mask [1,S]": lambda: tokens() | {"attention_mask": torch.ones(1, LENGTH)},
+    "mask [1,1,1,S]": lambda: tokens() | {"attention_mask": torch.ones(1, 1, 1, LENGTH).bool()},
     "positions [B,S]": lambda: tokens() | {"position_ids": positions()},
     "positions [1,S]": lambda: tokens() | {"position_ids": torch.arange(LENGTH)[None]},
     "embeddings": embeddings,
@@ -119,3 +121,39 @@ def test_a_checkpointed_block_equals_eager_and_keeps_the_wish_to_recompute(monke
         block.__class__ = Checkpointed
     stages = assert_ranks_equal_eager(model, tokens()).partition.programs.attention
     assert any(node.meta.get("recompute") for node in stages[1].module.graph.nodes)
+
+
+class Masked(nn.Module):
+    """Attention under a mask [S,S], [1,1,S,S] or, of padding, [B,S]; then experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = Sizes(n_layers=1)
+        self.embed = nn.Embedding(sizes.vocab, sizes.hidden)
+        self.moe = GatheredEinsum(sizes)
+        self.head = nn.Linear(sizes.hidden, sizes.vocab)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Output:
+        x_B1SD = self.embed(input_ids)[:, None]
+        if attention_mask.dtype is not torch.bool:
+            attention_mask = attention_mask.bool()[:, None, None, :]
+        mixed_B1SD = nn.functional.scaled_dot_product_attention(x_B1SD, x_B1SD, x_B1SD, attention_mask)
+        logits = self.head(self.moe(mixed_B1SD.flatten(0, 2)))
+        return Output(nn.functional.cross_entropy(logits, labels.flatten()), logits)
+
+
+SQUARE_MASKS = {
+    "[S,S]": torch.ones(BATCH, BATCH).tril().bool(),
+    "[1,1,S,S]": torch.ones(BATCH, BATCH).tril().bool()[None, None],
+    "[B,S]": (torch.arange(BATCH) >= torch.arange(BATCH)[:, None] // 2).long(),
+}
+
+
+@pytest.mark.parametrize("mask", SQUARE_MASKS)
+def test_a_mask_with_the_batch_size_for_a_length_is_told_by_its_use(mask):
+    ids = tokens()["input_ids"][:, :BATCH]
+    batch = {"input_ids": ids, "attention_mask": SQUARE_MASKS[mask], "labels": ids.clone()}
+    call = assert_ranks_equal_eager(Masked(), batch)
+    found = next(one for one in call.captured.inputs if "attention_mask" in one.name)
+    assert found.per_sample == (mask == "[B,S]")

@@ -38,3 +38,25 @@ def test_the_second_length_is_the_last_that_is_traced():
 @pytest.mark.parametrize("first", [(8, 8), (8, 16)])
 def test_a_batch_as_large_as_the_sequence_is_long_stays_apart_from_it(first):
     assert traces_over([first, *SHAPES], dynamic=True) == 1
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_mask_of_lengths_is_no_batch_where_the_two_are_equal(dynamic):
+    """Whether equal at first, later or always; one of padding stays with its samples."""
+    seen = []
+
+    def backend(graph_module, example_inputs):
+        seen.append({i.name.split("'")[1]: i for i in capture(graph_module, example_inputs).inputs})
+        return graph_module
+
+    def scores(x_BSD, mask_SS, padding_BS):
+        return ((x_BSD @ x_BSD.mT) * mask_SS * padding_BS[:, None]).sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(scores, backend=backend, fullgraph=True, dynamic=dynamic)
+    for batch, length in [(6, 6), (4, 8), (8, 8), (3, 5)]:
+        arguments = torch.randn(batch, length, 4), torch.ones(length, length), torch.ones(batch, length)
+        assert torch.allclose(compiled(*arguments), scores(*arguments), atol=1e-4)
+    assert len(seen) <= 2
+    for inputs in seen:
+        assert [inputs[name].per_sample for name in ("x_BSD", "mask_SS", "padding_BS")] == [True, False, True]
