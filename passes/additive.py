@@ -41,6 +41,7 @@ _PLACES = frozenset({
 })  # fmt: skip
 _CONCATENATIONS = frozenset({"stack", "cat", "concat", "concatenate"})
 _ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
+_ONES = frozenset({"ones", "ones_like", "new_ones"})
 
 
 class NotAdditive(Exception):
@@ -64,7 +65,7 @@ class Additive:
         return Additive(batch, _dependence(graph, edges), edges, frozenset(transform_blocks(graph)))
 
     def is_once(self, delta: object) -> bool:
-        """Whether the delta is the same for every batch, instead of one that adds up over samples. Raises NotAdditive for neither."""
+        """Whether the delta is the same for every batch; otherwise it adds up over samples. Raises NotAdditive for neither."""
         if self.batch is None:
             return True
         if not isinstance(delta, fx.Node):
@@ -217,7 +218,7 @@ def counts(node: object) -> bool:
         return not node.kwargs and all(map(counts, node.args[:2]))
     if is_call(node, "scatter_add", "index_add"):
         return not node.kwargs and counts(node.args[0]) and counts(argument(node, 3, "src"))
-    return is_call(node, *_ZEROS, "ones", "ones_like", "new_ones")
+    return is_call(node, *_ZEROS, *_ONES)
 
 
 def _is_size(found: object) -> bool:
@@ -231,9 +232,7 @@ def _dependence(graph: fx.Graph, edges: Mapping[fx.Node, frozenset[fx.Node]]) ->
         source = source_of(node) if node.op == "placeholder" else None
         if source is not None:
             found[node] = source.kind is InputKind.INPUT and source.per_sample
-        elif _is_size(value(node)) or isinstance(value(node), torch.Size):
-            found[node] = False
-        elif is_call(node, *_ZEROS, "ones", "ones_like", "new_ones"):
+        elif _is_size(value(node)) or isinstance(value(node), torch.Size) or is_call(node, *_ZEROS, *_ONES):
             found[node] = False
         else:
             found[node] = is_random(node) or any(found[n] for n in (*node.all_input_nodes, *edges[node]))

@@ -234,12 +234,10 @@ def _check_readers(
     ]
     if twins:
         raise _Refused(update.deltas[0].writer, f"the buffer shares its storage with `{_name(twins[0])}`")
+    names = {update.buffer, *steps}
     for result in output_node(graph).args[0]:  # type: ignore[union-attr]
-        if isinstance(result, fx.Node) and roots[result] is update.buffer and update.in_place:
-            if result is not update.buffer and result not in steps:
-                raise _Refused(
-                    update.deltas[0].writer, "the model returns a part of the buffer, or a view of it"
-                )
+        if update.in_place and result not in names and roots.get(result) is update.buffer:  # type: ignore[call-overload]
+            raise _Refused(update.deltas[0].writer, "the model returns a part of the buffer, or a view of it")
 
 
 def _storage(node: fx.Node) -> int:

@@ -1,10 +1,10 @@
 """Numbers have the last word over rules: the partition is tried on a few real samples before anything runs on it.
 
 Rules read the graph and may misread an operation they half know. So the head's loss is computed on some samples at once, as
-the model wrote it, and sample by sample, as the pipeline will; and each attention stage likewise. A loss that does not add up
-is refused, and so is an update of a buffer; a stage that gives other values names the first operation that mixes samples. Where only the predictions that a
-cross entropy reads depend on other samples (batch normalisation behind the last experts), the loss itself still adds up, and the
-operation is named too.
+the model wrote it, and sample by sample, as the pipeline will; and each attention stage likewise. A loss or an update of a buffer
+that does not add up is refused; a stage that gives other values names the first operation that mixes samples. Where only the
+predictions that a cross entropy reads depend on other samples (batch normalisation behind the last experts), the loss itself
+still adds up, and the operation is named too.
 
 Parameters and values from other stages are random, so that zeros of an initialisation hide nothing. The cost is two forwards
 of each distinct attention stage on at most three samples.

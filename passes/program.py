@@ -199,8 +199,8 @@ class ModelOutput:
 
 @dataclass(frozen=True, slots=True)
 class BufferUpdate:
-    """A buffer that grows by all its deltas at the end of a call. `output`: index among the model's flat outputs of its new value,
-    which takes the buffer's place unless `in_place`.
+    """A buffer that grows by all its deltas at the end of a call. `output`: flat output of the model that is its new value, and
+    takes the buffer's place unless `in_place`.
     """
 
     buffer: StageInput

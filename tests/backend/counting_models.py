@@ -72,3 +72,24 @@ def counting_batch(seed: int = 0, batch: int = 6, length: int = 5) -> dict[str, 
     labels = ids.clone()
     labels[0, :3] = -100
     return {"input_ids": ids, "labels": labels}
+
+
+def count_on_ranks(distributed: bool) -> dict[str, Tensor]:
+    """All buffers by name after two training steps and one evaluation, as each rank's state_dict has them; or eager's."""
+    torch.manual_seed(0)
+    model = CountingModel()
+    options = {
+        "attention_group_size": 2,
+        "ffn_group_size": 1,
+        "n_microbatches": 2,
+        "stage_compiler": "eager",
+        "timeout_s": 60,
+    }
+    call = torch.compile(model, backend="disagmoe", options=options) if distributed else model
+    for step in range(2):
+        call(**counting_batch(step, batch=8)).loss.backward()
+    model.eval()
+    with torch.no_grad():
+        call(**counting_batch(2, batch=8))
+    names = {name for name, _ in model.named_buffers()}
+    return {name: value for name, value in model.state_dict().items() if name in names}

@@ -1,4 +1,4 @@
-"""Counters in buffers over several ranks: after a step they hold what eager counts on the whole batch. Each with what must fail."""
+"""Counters in buffers over several ranks: after a call they hold what eager counts on the whole batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from counting_models import CountingModel, counting_batch
+from counting_models import CountingModel, count_on_ranks, counting_batch
 
 from disagmoe_compile.runtime.attention_worker import AttentionWorker
 from disagmoe_compile.testing.parity import Reference, assert_parity, eager_reference
@@ -79,5 +79,15 @@ def test_a_rank_whose_counts_are_lost_is_noticed(case):
         lost = next(w for w in workers if isinstance(w, AttentionWorker))
         lost.stages = {i: replace(stage, buffer_deltas={}) for i, stage in lost.stages.items()}
 
-    with pytest.raises(AssertionError, match="tokens_per_expert|seen|mass|calls"):
+    with pytest.raises(AssertionError, match=r"tokens_per_expert|seen|mass|calls"):
         assert_same_buffers(run(call, (2, 2, 1, 2), edit_workers=forget), buffers)
+
+
+def test_every_rank_has_eagers_buffers_after_training_and_evaluation(pool):
+    """Two steps, then a call that runs forward alone: later calls read what earlier ones counted."""
+    expected = count_on_ranks(distributed=False)
+    assert expected["seen"] > 0
+    for found in pool.run(count_on_ranks, True, world_size=3, process_group=False, timeout_s=300):
+        assert found.keys() == expected.keys()
+        for name, buffer in expected.items():
+            torch.testing.assert_close(found[name], buffer, msg=lambda text, n=name: f"{n}: {text}")
