@@ -57,7 +57,7 @@ _TINY_FIELDS: Mapping[str, Any] = {
 }  # fmt: skip
 
 # Widths under names of a family's own, by how the name ends: `moe_hidden_size`, `projector_hidden_size`.
-_TINY_ENDINGS: Mapping[str, int] = {"_hidden_size": 64, "_lora_rank": 16, "_head_dim": 16}
+_TINY_ENDINGS: Mapping[str, int] = {"_hidden_size": 64, "_lora_rank": 16}
 _DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers")
 _ZERO_INITIAL_STD = 0.02
 # Names in vision and audio towers and in blocks of fields, beside those of `ALIASES`.

@@ -123,7 +123,7 @@ class PairFunction:
                 is_broadcast = size == 1 and product.size_of(letter) != 1
                 axes.append(ONE if is_broadcast else axis_of.get(letter, ROW))
             letters = [letter for letter, axis in zip(term.letters, axes) if axis == ROW]
-            values.append((self.convert(term.node, tuple(axes)), letters))
+            values.append((self._entering(node, term.node, tuple(axes)), letters))
         values.sort(key=lambda one: not one[0].per_pair)
         result, letters = values.pop(0)
         while values:
@@ -133,6 +133,13 @@ class PairFunction:
             raise NoMatch(node, f"it sums over `{missing[0]}`, which one operand has alone")
         wanted = [letter for letter in product.letters if axis_of.get(letter, ROW) == ROW]
         return self._arranged(node, result, letters, wanted)
+
+    def _entering(self, node: fx.Node, operand: fx.Node, axes: Axes) -> Converted:
+        """An operand of a product, in the type that autocast chose for it: the function runs without autocast."""
+        converted = self.convert(operand, axes)
+        if value(operand).dtype == value(node).dtype:
+            return converted
+        return self._like(converted, "call_method", "to", (converted.node, value(node).dtype))
 
     def _times(
         self,
@@ -268,7 +275,7 @@ class PairFunction:
         rows = [position for position, axis in enumerate(axes) if axis == ROW]
         offset = len(axes) - len(own)
         present = [position >= offset and own[position - offset] == ROW for position in rows]
-        added = self._with_ones(self.convert(bias, own), present)  # type: ignore[arg-type]
+        added = self._with_ones(self._entering(node, bias, own), present)  # type: ignore[arg-type]
         total = self.call("call_function", torch.add, (multiplied.node, added.node))
         return Converted(total, multiplied.per_pair or added.per_pair)
 
