@@ -229,8 +229,8 @@ def _sliding_layers(config_class: Any, values: Mapping[str, Any]) -> dict[str, A
     """Sizes of latent attention in layers with a window, where the config reads them without declaring them."""
     if 'kwargs.pop(f"swa_{name}"' not in _code(config_class) or "kv_lora_rank" not in values:
         return {}
-    names = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-    names += ("num_attention_heads", "num_key_value_heads")
+    latent = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    names = (*latent, "num_attention_heads", "num_key_value_heads")
     whole = values["qk_rope_head_dim"] + values["qk_nope_head_dim"]
     return {"swa_head_dim": whole} | {f"swa_{name}": values[name] for name in names if name in values}
 

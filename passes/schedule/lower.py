@@ -75,8 +75,8 @@ def lower_lists(
         raise PlanError(f"receive_ahead must not be negative, got {receive_ahead}")
     routes = Routes(transfers)
     lowered: dict[Group, Blocks] = {}
-    for group, actions in schedule.actions.items():
-        blocks = add_transfers(actions, routes)
+    for group, computed in schedule.actions.items():
+        blocks = add_transfers(computed, routes)
         blocks = add_event_waits(blocks, routes)
         blocks = hoist_receives(blocks, routes, receive_ahead)
         if reduced and group in reduced:

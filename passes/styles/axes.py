@@ -88,8 +88,8 @@ def _row_axes(node: fx.Node, rows: Sequence[Dim], source: Sequence[Dim]) -> Axes
     return (ROW,) * len(source)
 
 
-def _product(sizes: Sequence[Dim] | object) -> Dim:
+def _product(sizes: Iterable[Dim]) -> Dim:
     total: Dim = 1
-    for size in sizes:  # type: ignore[attr-defined]
+    for size in sizes:
         total = total * size
     return total

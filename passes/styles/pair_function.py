@@ -319,7 +319,9 @@ class PairFunction:
         return self._basic_index(node, axes, parts_of_index)
 
     def _basic_index(self, node: fx.Node, axes: Axes, parts: Sequence[Any]) -> Converted:
-        remaining, own, taken = iter(axes), [], []
+        remaining = iter(axes)
+        own: list[Any] = []
+        taken: list[Any] = []
         for part in parts:
             if part is None:
                 taken += [None] if next(remaining) == ROW else []
