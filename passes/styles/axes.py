@@ -10,7 +10,7 @@ Labels flow from results to operands only. They are claims, which the values tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import sympy
