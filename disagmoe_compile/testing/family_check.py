@@ -48,10 +48,11 @@ def check_family(family: str, *, n_layers: int | None = None, **overrides: Any) 
     """Builds the family tiny, with every kind of its layers, and compares. What goes wrong is the report's `reason`."""
     report = FamilyReport(family, "-", n_layers or 0)
     try:
-        depth = n_layers or max(2, hf.layer_kinds(family))
-        model, _ = hf.build(family, n_layers=depth, **overrides)
-        report = FamilyReport(family, type(model).__name__, depth)
-        return _check(report, model)
+        with torch.enable_grad():  # a trace that fails inside no_grad leaves gradients off for the next family
+            depth = n_layers or max(2, hf.layer_kinds(family))
+            model, _ = hf.build(family, n_layers=depth, **overrides)
+            report = FamilyReport(family, type(model).__name__, depth)
+            return _check(report, model)
     except Exception as error:  # any failure of a family is a line of the table
         return FamilyReport(report.family, report.model, report.n_layers, reason=_one_line(error))
 
