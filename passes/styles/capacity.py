@@ -16,16 +16,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from disagmoe_compile.passes.aliasing import storage_roots, written
-from disagmoe_compile.passes.metadata import is_call, is_tensor, rank_of, shape, value
+from disagmoe_compile.passes.metadata import argument, is_call, is_tensor, rank_of, shape, value
 from disagmoe_compile.passes.program import Dim
 from disagmoe_compile.passes.regions import NoMatch, Region
-from disagmoe_compile.passes.styles.axes import ONE, ROW, Axes
+from disagmoe_compile.passes.styles.axes import ONE, ROW, Axes, Axis
 from disagmoe_compile.passes.styles.ids import are_distinct
 from disagmoe_compile.passes.styles.moves import moved
 from disagmoe_compile.passes.styles.pair_function import Converted, PairFunction
@@ -43,8 +44,9 @@ from disagmoe_compile.passes.styles.positions import (
     same,
 )
 from disagmoe_compile.passes.styles.products import Product, read_product
-from disagmoe_compile.passes.styles.slots import SlotMatch, emit_for
-from disagmoe_compile.passes.styles.sums import pair_sums
+from disagmoe_compile.passes.styles.slots import SlotMatch, emit_for, is_maximum_with_position
+from disagmoe_compile.passes.styles.sums import PairSum, pair_sums
+from disagmoe_compile.passes.styles.writes import writers
 from disagmoe_compile.passes.styles.zero_weight import require_zero
 
 _MOST_STEPS = 4  # from an expert's rows to the weighted values of their tokens
@@ -75,7 +77,8 @@ class _Match:
         self.pair_axes: Axes = ((TOKEN,), (CHOICE,)) if self.has_choices else ((TOKEN,),)
         names = [axis[0] for axis in self.pair_axes]
         self.sizes: dict[str, Dim] = {**slots.layout.sizes, **dict(zip(names, shape(self.ids)))}
-        self.router = Router(self._is_ids, self.sizes)
+        self.written = writers(graph)
+        self.router = Router(self._is_ids, self.sizes, self.written)
         self.roots = storage_roots(graph)
         self.results = self._results()
         self._reset()
@@ -123,14 +126,15 @@ class _Match:
         if product is not None and len(product.terms) == 2:
             readings.append(lambda: self._combined(node, product))
         size, choice = (self.sizes[CHOICE], (CHOICE,)) if self.has_choices else (1, ONE)
-        readings += [
-            lambda one=one: one.convert(self.function, self.token_axes, choice)
-            for one in pair_sums(node)
-            if one.size == size
-        ]
+        readings += [partial(self._summed, one, choice) for one in pair_sums(node) if one.size == size]
         if not self.has_choices:
             readings.append(lambda: self.function.convert(node, (*self.token_axes, ROW)))
         return readings
+
+    def _summed(self, one: PairSum, choice: Axis) -> Converted:
+        return one.convert(
+            self.function, self.token_axes, choice
+        )  # the function of this reading, not of the first
 
     def _region(self, exit_node: fx.Node, result: Converted) -> Region:
         if self.tokens is None or self.filled is None or self.read is None:
@@ -178,7 +182,7 @@ class _Match:
             raise NoMatch(node, "other pairs are sent to the experts than are read back")
 
     def _is_ids(self, node: fx.Node, axes: Axes) -> bool:
-        while True:
+        while node not in self.written:
             if node is self.ids:
                 return tuple(axis for axis in axes if axis != ONE) == self.pair_axes
             try:
@@ -188,6 +192,7 @@ class _Match:
             if source is None:
                 return False
             node, axes = source
+        return False
 
     # -- what enters
 
@@ -339,13 +344,20 @@ class _Match:
 def _only_ids(slots: SlotMatch) -> fx.Node:
     """The ids of the one choice that fills the slots."""
     choices = [node for node in slots.chosen_by if not is_call(node, "one_hot")]
-    if len(choices) != 1 or not is_call(choices[0], "topk", "argmax"):
+    if len(choices) != 1 or not (
+        is_call(choices[0], "topk", "argmax") or is_maximum_with_position(choices[0])
+    ):
         raise NoMatch(slots.first, "its slots are not filled by one top-k of the experts")
     (choice,) = choices
     if is_call(choice, "argmax"):
         return choice
     found = [user for user in choice.users if user.target is operator.getitem and user.args[1] == 1]
-    if len(found) != 1 or rank_of(found[0]) != 2 or shape(choice.args[0])[-1] != slots.layout.num_experts:  # type: ignore[arg-type]
+    is_one_a_token = len(found) == 1 and rank_of(found[0]) == 1 and argument(choice, 1, "dim") in (-1, 1)
+    if (
+        len(found) != 1
+        or not (rank_of(found[0]) == 2 or is_one_a_token)
+        or shape(choice.args[0])[-1] != slots.layout.num_experts
+    ):  # type: ignore[arg-type]
         raise NoMatch(choice, "its ids are not experts [tokens, top_k]")
     return found[0]
 

@@ -20,6 +20,7 @@ from disagmoe_compile.passes.styles.moves import moved
 from disagmoe_compile.passes.styles.pair_function import Converted, PairFunction
 from disagmoe_compile.passes.styles.parameters import is_parameter, parameter_leaf
 from disagmoe_compile.passes.styles.slots import SlotMatch, emit_for, expert_of_slots
+from disagmoe_compile.passes.styles.writes import writers
 
 _ADDS = ("index_add", "scatter_add")
 
@@ -46,6 +47,7 @@ class _Match:
             argument(total, 1, "dim") != 0
             or argument(total, 4, "alpha", 1) != 1
             or not is_call(base, "zeros", "zeros_like", "new_zeros")
+            or base in writers(self.graph)
             or rank_of(total) != 2
         ):
             raise NoMatch(total, "it does not sum rows into zeros")

@@ -35,6 +35,7 @@ from disagmoe_compile.passes.metadata import (
 from disagmoe_compile.passes.program import InputKind
 from disagmoe_compile.passes.regions import Found, NoMatch, Region
 from disagmoe_compile.passes.styles.rowwise import RowFunction, check_rowwise, strip_casts
+from disagmoe_compile.passes.styles.writes import writers
 
 _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 _ADDS_ROWS = ("index_add", "scatter_add")
@@ -156,7 +157,8 @@ class _Match:
             weights = next((a for a in total.args if a is not split), None)
             if (
                 self.weights is not None
-                or not is_call(weights, "unsqueeze")
+                or weights is None
+                or not _adds_last_dimension(weights)
                 or shape(weights)[1:] != (top_k, 1)
             ):
                 raise NoMatch(total, "it is not a product with the routing weights")
@@ -178,7 +180,8 @@ class _Match:
         """`zeros.index_add(0, token of row, rows)` or the same with scatter_add."""
         base, dim, index = total.args[0], argument(total, 1, "dim"), argument(total, 2, "index")
         is_plain = dim == 0 and argument(total, 4, "alpha", 1) == 1
-        if not is_plain or not is_call(base, "zeros", "zeros_like", "new_zeros"):
+        is_zero = is_call(base, "zeros", "zeros_like", "new_zeros") and base not in writers(total.graph)
+        if not is_plain or not is_zero:
             raise NoMatch(total, "it does not sum rows into zeros")
         if is_call(total, "scatter_add"):
             index = _broadcast_index(index)
@@ -320,6 +323,15 @@ def _broadcast_index(index: fx.Node) -> fx.Node:
     while is_call(index, "expand", "reshape", "view", "unsqueeze", "expand_as", "broadcast_to"):
         index = index.args[0]  # type: ignore[assignment]
     return index
+
+
+def _adds_last_dimension(node: object) -> bool:
+    """`w.unsqueeze(-1)`, `w[..., None]`"""
+    if not is_tensor(node) or not is_call(node, "unsqueeze", "getitem") or not is_tensor(node.args[0]):  # type: ignore[attr-defined]
+        return False
+    source, index = node.args[:2]  # type: ignore[attr-defined]
+    whole = not isinstance(index, tuple) or all(part in (None, Ellipsis, slice(None)) for part in index)
+    return whole and not is_tensor(index) and shape(source) == shape(node)[:-1]  # type: ignore[arg-type]
 
 
 def _only_user(node: fx.Node) -> fx.Node:

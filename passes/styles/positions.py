@@ -98,10 +98,16 @@ class Router:
 
     is_ids: Callable[[fx.Node, Axes], bool]
     sizes: Mapping[str, Dim]
+    written: Mapping[fx.Node, fx.Node]  # see `writers`
 
     @property
     def pair_names(self) -> frozenset[str]:
         return frozenset({TOKEN, CHOICE} & set(self.sizes))
+
+    def _moved(self, node: fx.Node, axes: Axes) -> tuple[fx.Node, Axes] | None:
+        if node in self.written:
+            raise NoMatch(self.written[node], "it writes in place to what says which pair is in which slot")
+        return moved(node, axes, self.sizes)
 
     def factors(self, node: fx.Node, axes: Axes) -> Factors:
         """Raises NoMatch where `node` is no product of known parts."""
@@ -115,7 +121,7 @@ class Router:
         return self._factors(node, axes)
 
     def _factors(self, node: fx.Node, axes: Axes) -> Factors:
-        source = moved(node, axes, self.sizes)
+        source = self._moved(node, axes)
         if source is not None:
             found = self.factors(*source)
             if value(node).dtype == torch.bool:
@@ -198,7 +204,7 @@ class Router:
         return Factors(kept=Kept(node, axes, size if is_call(node, "lt") else size + 1))
 
     def slot(self, node: fx.Node, axes: Axes) -> Slot:
-        source = moved(node, axes, self.sizes)
+        source = self._moved(node, axes)
         if source is not None:
             return self.slot(*source)
         if is_call(node, "clamp", "clip", "clamp_max", "minimum"):
@@ -232,7 +238,7 @@ class Router:
 
     def position(self, node: fx.Node, axes: Axes) -> int:
         """n where `node` is n plus the number of pairs of the same expert before this one. Raises NoMatch."""
-        source = moved(node, axes, self.sizes)
+        source = self._moved(node, axes)
         if source is not None:
             return self.position(*source)
         if is_call(node, "sub", "add") and isinstance(node.args[1], int):
@@ -257,7 +263,7 @@ class Router:
 
     def _counts(self, node: fx.Node, axes: Axes) -> int:
         """n where `node` [pairs, E], at the pair's own expert, is n plus the number of earlier pairs of that expert."""
-        source = moved(node, axes, self.sizes)
+        source = self._moved(node, axes)
         if source is not None:
             return self._counts(*source)
         if is_call(node, "sub", "add"):

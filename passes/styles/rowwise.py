@@ -110,8 +110,8 @@ class RowFunction:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.convert)
         if target_name(node) in _LAST_DIM:
             args, kwargs = _with_last_dim(target_name(node), args, kwargs)
-        if target_name(node) == "unsqueeze" and rank_of(node.args[0]) is not None:  # type: ignore[arg-type]
-            args, kwargs = (args[0], -1), {}
+        if target_name(node) == "unsqueeze" or _is_column(node):
+            return self.call("call_method", "unsqueeze", (args[0], -1))
         return self.call(node.op, node.target, args, kwargs)
 
 
@@ -163,9 +163,19 @@ def check_rowwise(node: fx.Node) -> None:
         rank = rank_of(node.args[0])  # type: ignore[arg-type]
         if rank is not None and argument(node, 1, "dim") % (rank + 1) == rank:
             return
-    if node.target is operator.getitem and _keeps_rows(node):
+    if node.target is operator.getitem and (_is_column(node) or _keeps_rows(node)):
         return
     raise NoMatch(node, "no rule shows that it acts on each row alone")
+
+
+def _is_column(node: fx.Node) -> bool:
+    """`x[:, None]` of one number a row."""
+    return (
+        node.target is operator.getitem
+        and is_tensor(node.args[0])
+        and rank_of(node.args[0]) == 1  # type: ignore[arg-type]
+        and node.args[1] == (slice(None), None)
+    )
 
 
 def _keeps_rows(node: fx.Node) -> bool:

@@ -26,7 +26,16 @@ import torch
 from torch import fx
 
 from disagmoe_compile.passes.aliasing import storage_roots, written
-from disagmoe_compile.passes.metadata import emit, is_call, is_tensor, rank_of, shape, target_name, value
+from disagmoe_compile.passes.metadata import (
+    argument,
+    emit,
+    is_call,
+    is_tensor,
+    rank_of,
+    shape,
+    target_name,
+    value,
+)
 from disagmoe_compile.passes.program import Dim
 from disagmoe_compile.passes.regions import NoMatch, Region
 from disagmoe_compile.passes.styles.axes import ONE, ROW, Axes
@@ -99,9 +108,17 @@ class SlotMatch:
         self.function = PairFunction(graph, self._leaf, layout.sizes)
         self.slots: fx.Node | None = None
         self.weights: fx.Node | None = None
+        self.baked_size: fx.Node | None = (
+            None  # a `one_hot` of a symbolic size: tracing gives its result a number
+        )
         self.chosen_by = self._chosen_by()
 
     def region(self) -> Region:
+        if self.baked_size is not None:
+            raise NoMatch(
+                self.baked_size,
+                "its size is recorded as the first batch's: how many slots there are is not known",
+            )
         result = self.function.convert(self.exit, (*self.layout.axes, ROW))
         if self.slots is None or not result.per_pair:
             raise NoMatch(self.exit, "no slots enter the experts")
@@ -169,13 +186,16 @@ class SlotMatch:
         if origin(self.graph, self.layout.rows) is not Origin.FILLED:
             return ()
         storage_of = {node: storage for storage in _writes(self.graph).values() for node in storage}
-        pending, seen, found = [self.layout.rows], set(), {}
+        pending, seen = [self.layout.rows], set()
+        found: dict[fx.Node, None] = {}
         while pending:
             node = pending.pop()
             if node in seen or _is_learned(node):
                 continue
             seen.add(node)
-            if is_call(node, *_CHOOSES):
+            if is_call(node, "one_hot") and isinstance(argument(node, 1, "num_classes"), fx.Node):
+                self.baked_size = node
+            if is_call(node, *_CHOOSES) or is_maximum_with_position(node):
                 chosen_from = node.args[0]
                 sizes = (*shape(chosen_from), *shape(node)) if is_tensor(node) else shape(chosen_from)  # type: ignore[arg-type]
                 if self.layout.num_experts in sizes:
@@ -185,6 +205,11 @@ class SlotMatch:
             pending += node.all_input_nodes
             pending += storage_of.get(node, [])
         return tuple(found)
+
+
+def is_maximum_with_position(node: fx.Node) -> bool:
+    """`max(dim)`, which returns where the largest value is beside it."""
+    return is_call(node, "max") and not is_tensor(node)
 
 
 def _is_learned(node: fx.Node) -> bool:

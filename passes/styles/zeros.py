@@ -12,6 +12,7 @@ Legend: T tokens, k experts a token, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from disagmoe_compile.passes.metadata import argument, is_call, is_tensor, rank_
 from disagmoe_compile.passes.regions import NoMatch
 from disagmoe_compile.passes.styles.ids import are_distinct
 from disagmoe_compile.passes.styles.products import read_product
+from disagmoe_compile.passes.styles.writes import writers
 
 _UNARY = frozenset({
     "to", "float", "half", "bfloat16", "double", "type", "bool", "int", "long", "contiguous", "clone", "detach",
@@ -41,7 +43,7 @@ class Background:
 
 def routed_ids(scores: fx.Node) -> fx.Node:
     """The ids outside of which scores [..., E] are zero by structure. Raises NoMatch."""
-    found = background(scores)
+    found = background(scores, writers(scores.graph))
     if found.value != 0:
         raise NoMatch(scores, "scores outside the top-k are not exactly zero")
     if rank_of(found.ids) == rank_of(scores) and shape(found.ids)[-1] != 1 and not are_distinct(found.ids):
@@ -49,34 +51,38 @@ def routed_ids(scores: fx.Node) -> fx.Node:
     return found.ids
 
 
-def background(node: fx.Node) -> Background:
-    """Raises NoMatch at the operation after which values outside the ids are not known."""
+def background(node: fx.Node, written: Mapping[fx.Node, fx.Node]) -> Background:
+    """Raises NoMatch at the operation after which values outside the ids are not known. `written`: see `writers`."""
     name = target_name(node)
+    if node in written:
+        raise NoMatch(
+            written[node], "it writes in place to the scores, which may not be zero outside the top-k then"
+        )
     if node.op in ("call_function", "call_method"):
         if name in ("scatter", "scatter_add") and argument(node, 1, "dim") in (-1, (rank_of(node) or 0) - 1):
-            return Background(argument(node, 2, "index"), torch.tensor(_constant(node.args[0])))  # type: ignore[arg-type]
+            return Background(argument(node, 2, "index"), torch.tensor(_constant(node.args[0], written)))  # type: ignore[arg-type]
         if name == "one_hot":
             return Background(node.args[0], torch.tensor(0))  # type: ignore[arg-type]
         if name in _SUMS and _is_over_choices(node):
-            return _zero(node, background(node.args[0]))  # type: ignore[arg-type]
+            return _zero(node, background(node.args[0], written))  # type: ignore[arg-type]
         if name in ("softmax",) and argument(node, 1, "dim") in (-1, (rank_of(node) or 0) - 1):
-            before = background(node.args[0])  # type: ignore[arg-type]
+            before = background(node.args[0], written)  # type: ignore[arg-type]
             if before.value != float("-inf"):
                 raise NoMatch(node, "scores outside the top-k are not exactly zero")
             return Background(before.ids, torch.tensor(0.0))
         if name == "masked_fill":
-            return _where(node, node.args[1], node.args[2], node.args[0])
+            return _where(node, node.args[1], node.args[2], node.args[0], written)
         if name == "where" and len(node.args) == 3:
-            return _where(node, *node.args)
+            return _where(node, *node.args, written)
         tensors = [source for source in node.all_input_nodes if is_tensor(source)]
         if name in _UNARY and len(tensors) == 1:
-            return _computed(node, background(tensors[0]))
+            return _computed(node, background(tensors[0], written))
         if name == "type_as":
-            return background(tensors[0])
+            return background(tensors[0], written)
         if name in ("mul", "logical_and", "and_"):
-            return _any_zero(node, tensors)
+            return _any_zero(node, tensors, written)
         if name in ("div", "truediv") and _is_per_token(node, node.args[1]):
-            return _zero(node, background(node.args[0]))  # type: ignore[arg-type]
+            return _zero(node, background(node.args[0], written))  # type: ignore[arg-type]
         product = read_product(node)
         if product is not None:
             aligned = [
@@ -84,18 +90,18 @@ def background(node: fx.Node) -> Background:
                 for term in product.terms
                 if tuple(letter for letter in term.letters if letter in product.letters) == product.letters
             ]
-            return _any_zero(node, aligned)
+            return _any_zero(node, aligned, written)
     raise NoMatch(node, "scores are not zero by structure outside a top-k")
 
 
-def _any_zero(node: fx.Node, factors: list[fx.Node]) -> Background:
+def _any_zero(node: fx.Node, factors: list[fx.Node], written: Mapping[fx.Node, fx.Node]) -> Background:
     """A product is zero where one factor is."""
     reason: NoMatch | None = None
     for factor in factors:
         if shape(factor)[-1] != shape(node)[-1]:
             continue
         try:
-            return _zero(node, background(factor))
+            return _zero(node, background(factor, written))
         except NoMatch as stopped:
             reason = reason or stopped
     raise reason or NoMatch(node, "scores are not zero by structure outside a top-k")
@@ -107,18 +113,20 @@ def _zero(node: fx.Node, found: Background) -> Background:
     return Background(found.ids, torch.zeros_like(found.value))
 
 
-def _where(node: fx.Node, mask: object, chosen: object, other: object) -> Background:
+def _where(
+    node: fx.Node, mask: object, chosen: object, other: object, written: Mapping[fx.Node, fx.Node]
+) -> Background:
     if not isinstance(mask, fx.Node):
         raise NoMatch(node, "scores are not zero by structure outside a top-k")
-    found = background(mask)
+    found = background(mask, written)
     outside = chosen if bool(found.value) else other
     if isinstance(outside, int | float):
         return Background(found.ids, torch.tensor(outside))
     assert isinstance(outside, fx.Node)
     try:
-        return Background(found.ids, torch.tensor(_constant(outside)))
+        return Background(found.ids, torch.tensor(_constant(outside, written)))
     except NoMatch:
-        return background(outside)
+        return background(outside, written)
 
 
 def _computed(node: fx.Node, found: Background) -> Background:
@@ -157,7 +165,9 @@ def _is_per_token(node: fx.Node, divisor: object) -> bool:
     )
 
 
-def _constant(node: fx.Node) -> float:
+def _constant(node: fx.Node, written: Mapping[fx.Node, fx.Node]) -> float:
+    if node in written:
+        raise NoMatch(written[node], "it writes in place to the constant that scores are scattered into")
     if is_call(node, "zeros_like", "zeros", "new_zeros"):
         return 0.0
     if is_call(node, "full_like", "full", "new_full"):

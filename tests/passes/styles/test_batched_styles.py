@@ -249,7 +249,25 @@ def test_weights_at_the_input_without_bias_are_exact():
     assert found.styles == ["masked_dense"] and found.error < 1e-5, found
 
 
+def written_before(w, ids, p):
+    zeros = torch.zeros_like(p)
+    zeros[:, 0] = 0.5
+    return zeros.scatter(1, ids, w)
+
+
+def mask_written(w, ids, p):
+    mask = F.one_hot(ids, EXPERTS).sum(1)
+    mask[:, 0] = 1
+    return p * mask
+
+
 REFUSED_DENSE = {
+    "zeros written before": (dense(written_before), "writes in place to the constant"),
+    "mask written after": (dense(mask_written), "not zero by structure"),
+    "ids of the whole batch": (
+        dense(lambda w, ids, p: p * F.one_hot(p.mean(0).argmax(-1), EXPERTS)),
+        "for other tokens than those that enter",
+    ),
     "softmax over all experts": (dense(lambda w, ids, p: p), "not zero by structure"),
     "threshold": (dense(lambda w, ids, p: torch.where(p > 0.1, p, 0.0)), "not zero by structure"),
     "ties of the last of the top-k": (dense(lambda w, ids, p: p * (p >= w[:, -1:])), "not zero by structure"),
