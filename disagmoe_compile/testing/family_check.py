@@ -48,7 +48,9 @@ def check_family(family: str, *, n_layers: int | None = None, **overrides: Any) 
     """Builds the family tiny, with every kind of its layers, and compares. What goes wrong is the report's `reason`."""
     report = FamilyReport(family, "-", n_layers or 0)
     try:
-        with torch.enable_grad():  # a trace that fails inside no_grad leaves gradients off for the next family
+        with (
+            torch.enable_grad()
+        ):  # a trace that fails inside no_grad leaves gradients off for the next family
             depth = n_layers or max(2, hf.layer_kinds(family))
             model, _ = hf.build(family, n_layers=depth, **overrides)
             report = FamilyReport(family, type(model).__name__, depth)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from capturing import capture_model, loss_and_gradients, loss_position
 
 from disagmoe_compile.early_batch import mark_batch
 from disagmoe_compile.passes.captured import CapturedGraph
 from disagmoe_compile.passes.pipeline import PartitionResult, partition_model
+from disagmoe_compile.testing.graphs import capture_model, loss_and_gradients, loss_position
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from capturing import capture_model
 from torch import Tensor, nn
 
 from disagmoe_compile.errors import UnsupportedModelError
 from disagmoe_compile.passes.pipeline import PartitionResult, partition_model
 from disagmoe_compile.passes.programs import without_outputs
+from disagmoe_compile.testing.graphs import capture_model
 
 
 class Counts(nn.Module):

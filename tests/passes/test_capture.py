@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from capturing import capture_model
 from torch import nn
 
 from disagmoe_compile.capture import capture, qualified_name, root_module
 from disagmoe_compile.errors import CaptureError
 from disagmoe_compile.graph_breaks import check_graph_break
 from disagmoe_compile.passes.program import InputKind, bind
+from disagmoe_compile.testing.graphs import capture_model
 
 
 class Model(nn.Module):

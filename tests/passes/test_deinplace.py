@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from capturing import capture_model
 
 from disagmoe_compile.errors import UnsupportedModelError
 from disagmoe_compile.passes.aliasing import effect_edges, storage_roots, written
 from disagmoe_compile.passes.deinplace import Deinplace
 from disagmoe_compile.passes.metadata import is_call
 from disagmoe_compile.passes.pipeline import partition_model, working_copy
+from disagmoe_compile.testing.graphs import capture_model
 
 
 def deinplaced(function, *args):

@@ -5,12 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from by_hand import run_programs
-from capturing import capture_model, loss_and_gradients, loss_position, relative_error, worst_error
 from torch import nn
 
 from disagmoe_compile.errors import UnsupportedModelError
 from disagmoe_compile.passes.pipeline import partition_model
+from disagmoe_compile.testing.graphs import (
+    capture_model,
+    loss_and_gradients,
+    loss_position,
+    relative_error,
+    worst_error,
+)
+from disagmoe_compile.testing.programs import run_programs
 
 EXPERTS, TOP_K, WIDTH, HIDDEN = 4, 2, 16, 16
 

@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 
 import torch
-from capturing import capture_model
 from test_find_regions import Routed
 
 from disagmoe_compile.passes.pipeline import partition_model
+from disagmoe_compile.testing.graphs import capture_model
 
 SCRIPT = """
 import torch
-from capturing import capture_model
+from disagmoe_compile.testing.graphs import capture_model
 from test_find_regions import Routed
 from disagmoe_compile.passes.pipeline import partition_model
 def other(x):

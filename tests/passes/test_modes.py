@@ -8,14 +8,20 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from by_hand import run_programs
-from capturing import capture_model, loss_and_gradients, loss_position, relative_error, worst_error
 
 from disagmoe_compile.passes.captured import CapturedGraph
 from disagmoe_compile.passes.metadata import output_node, target_name
 from disagmoe_compile.passes.modes import modes_of, switches_mode, transform_blocks
 from disagmoe_compile.passes.pipeline import partition_model
 from disagmoe_compile.passes.program import ModelPrograms
+from disagmoe_compile.testing.graphs import (
+    capture_model,
+    loss_and_gradients,
+    loss_position,
+    relative_error,
+    worst_error,
+)
+from disagmoe_compile.testing.programs import run_programs
 
 HIDDEN, EXPERTS = 8, 4
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_hand import run_programs
-from capturing import loss_and_gradients, relative_error, worst_error
 
 from disagmoe_compile.passes.base import PassReport
 from disagmoe_compile.passes.pipeline import partition_model
 from disagmoe_compile.passes.program import InputKind
 from disagmoe_compile.passes.programs import without_outputs
+from disagmoe_compile.testing.graphs import loss_and_gradients, relative_error, worst_error
+from disagmoe_compile.testing.programs import run_programs
 
 MODELS = [("qwen3_moe", 3), ("gpt_oss", 2)]
 

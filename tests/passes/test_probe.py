@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from capturing import capture_model
 from test_loss_terms import Head, batch, errors, flat_ce, token_losses
 
 from disagmoe_compile.errors import UnsupportedModelError
 from disagmoe_compile.passes.pipeline import partition_model
+from disagmoe_compile.testing.graphs import capture_model
 
 DOES_NOT_ADD_UP = {
     "normaliser inside the sum": lambda m, x, y, k: (token_losses(x, y) * k / k.sum()).sum(),

@@ -6,13 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from capturing import capture_model, loss_and_gradients, loss_position, relative_error, worst_error
 from torch import Tensor, nn
 
 from disagmoe_compile.passes.canonicalize_experts import CanonicalizeExperts
 from disagmoe_compile.passes.deinplace import Deinplace
 from disagmoe_compile.passes.find_regions import FindRegions
 from disagmoe_compile.passes.pipeline import working_copy
+from disagmoe_compile.testing.graphs import (
+    capture_model,
+    loss_and_gradients,
+    loss_position,
+    relative_error,
+    worst_error,
+)
 
 SAMPLES, LENGTH, WIDTH, HIDDEN, EXPERTS, TOP_K = 6, 2, 5, 7, 3, 2
 Routed = Callable[["Layer", Tensor, Tensor, Tensor, Tensor], Tensor]

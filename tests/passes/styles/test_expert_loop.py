@@ -7,14 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from by_hand import run_programs
-from capturing import capture_model, loss_and_gradients, relative_error, worst_error
 from torch import Tensor, nn
 
 from disagmoe_compile.errors import UnsupportedModelError
 from disagmoe_compile.passes.deinplace import Deinplace
 from disagmoe_compile.passes.find_regions import FindRegions
 from disagmoe_compile.passes.pipeline import partition_model, working_copy
+from disagmoe_compile.testing.graphs import capture_model, loss_and_gradients, relative_error, worst_error
+from disagmoe_compile.testing.programs import run_programs
 
 TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 12, 6, 8, 3, 2
 

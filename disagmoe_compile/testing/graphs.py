@@ -1,5 +1,4 @@
-"""Captures a model through torch.compile and compares graphs with eager: shared by the tests of the
-passes."""
+"""Captures a model through torch.compile without splitting it, and compares graphs by the positions of their arguments."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ from typing import Any
 import torch
 
 from disagmoe_compile.capture import capture
+from disagmoe_compile.inspect.parity import relative_error
 from disagmoe_compile.passes.captured import CapturedGraph
-from disagmoe_compile.testing import relative_error
 
 
 def capture_model(
