@@ -116,8 +116,9 @@ class Router:
                 found = self._factors(node, axes)
             except NoMatch:
                 found = Factors(weights=((node, axes),))
-            # Of a kept pair the value itself is the weight: no conversion, and no `detach`, on the way to it is lost.
-            return replace(found, weights=((node, axes),), changed_by=None) if found.weights else found
+            if found.changed_by is not None:  # of a kept pair the value itself is its weight
+                return replace(found, weights=((node, axes),), changed_by=None)
+            return found
         return self._factors(node, axes)
 
     def _factors(self, node: fx.Node, axes: Axes) -> Factors:
