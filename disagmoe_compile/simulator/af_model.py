@@ -174,7 +174,7 @@ class AFModel:
             transfers=transfers,
             seconds=self.action_seconds(),
             messages={t.name: self.legs(t) for t in transfers},
-            links={name: seconds for name, seconds in self.links().items()},
+            links=dict(self.links().items()),
             latency=self.assumptions.message_latency_s,
             overhead=self.assumptions.launch_s,
             queueing=queueing,

@@ -73,7 +73,8 @@ def background(node: fx.Node, written: Mapping[fx.Node, fx.Node]) -> Background:
         if name == "masked_fill":
             return _where(node, node.args[1], node.args[2], node.args[0], written)
         if name == "where" and len(node.args) == 3:
-            return _where(node, *node.args, written)
+            mask, chosen, other = node.args
+            return _where(node, mask, chosen, other, written)
         tensors = [source for source in node.all_input_nodes if is_tensor(source)]
         if name in _UNARY and len(tensors) == 1:
             return _computed(node, background(tensors[0], written))

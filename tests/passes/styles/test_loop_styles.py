@@ -51,7 +51,9 @@ def traced(style: str) -> Traced:
 
 def run(style: str, split: tuple[int, int, int, int]) -> None:
     found = traced(style)
-    assert [e.style for e in found.call.partition.programs.experts] == ["expert_loop"] * N_LAYERS.get(style, 1)
+    assert [e.style for e in found.call.partition.programs.experts] == ["expert_loop"] * N_LAYERS.get(
+        style, 1
+    )
     attention, ffn, n_microbatches, groups = split
     result = run_captured(
         found.call,
