@@ -123,17 +123,23 @@ def _more_kinds(family: str) -> tuple[str, ...]:
     text = _text_class(config_class)
     if "layer_types" not in _fields(text) or len(set(text().layer_types or ())) > 1:
         return ()
-    working = []
-    for kind in _named_kinds(text):
-        with torch.random.fork_rng(devices=[]):
-            try:
-                config = _valid_config(config_class, _tiny_values(config_class, 2, (kind,)))
-                model = getattr(_transformers(), str(_language_model(family)))(config)
-                model(input_ids=torch.arange(24).view(2, 12), use_cache=False)
-            except Exception:  # not a kind of this family's layers
-                continue
-        working.append(kind)
+    working = [kind for kind in _named_kinds(text) if _runs(family, (kind,), use_cache=False)]
+    while working and not _runs(family, tuple(working)):
+        working.pop()  # runs alone and without a cache only
     return tuple(working)
+
+
+def _runs(family: str, kinds: tuple[str, ...], **options: Any) -> bool:
+    """Whether a tiny model whose layers take these kinds in turn does one forward."""
+    config_class = _config_class(family)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            config = _valid_config(config_class, _tiny_values(config_class, 1 + len(kinds), kinds))
+            model = getattr(_transformers(), str(_language_model(family)))(config)
+            model(input_ids=torch.arange(24).view(2, 12), **options)
+        except Exception:  # not a kind of this family's layers
+            return False
+    return True
 
 
 @cache

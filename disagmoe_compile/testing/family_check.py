@@ -9,6 +9,7 @@ random numbers is compared in eval mode, gradients included.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -72,7 +73,7 @@ def _check(report: FamilyReport, model: torch.nn.Module) -> FamilyReport:
     report = replace(report, graphs=1, styles=styles, stages=2 * regions + 1)
     if not regions:
         skipped = dict(partition.reports)["find_regions"].skipped
-        return replace(report, reason=skipped[0] if skipped else "it routes nothing", notes=tuple(notes))
+        return replace(report, reason=_short(skipped[0]) if skipped else "it routes nothing", notes=tuple(notes))
     if partition.batch_coupled:
         notes.append(f"mixes samples: {'; '.join(map(_short, partition.batch_coupled))}")
     errors = {n: _worst_error(call, model, batch, n) for n in PLANS}
@@ -141,5 +142,5 @@ def _one_line(error: Exception) -> str:
 
 def _short(text: str, limit: int = 300) -> str:
     """Paths from the package's name on."""
-    text = " ".join(word.split("site-packages/")[-1] if "/" in word else word for word in text.split())
+    text = " ".join(re.sub(r"/\S*?site-packages/", "", text).split())
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
