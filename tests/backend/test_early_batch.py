@@ -36,7 +36,7 @@ def test_nothing_is_marked_where_the_arguments_leave_a_doubt(shapes):
 
 
 def test_a_vector_as_long_as_the_sequence_is_not_taken_for_the_batch():
-    ids, positions = torch.ones(8, 8), torch.ones(8)
+    ids, positions = torch.ones(6, 8), torch.ones(8)
     mark_batch([ids, positions])
     assert (marked(ids), marked(positions)) == (True, False)
 
