@@ -84,6 +84,7 @@ def _compile_alone(gm: fx.GraphModule, example_inputs: Sequence[Any], options: O
     if options.trace_dir or trace_wanted():
         # What is written beside a run in one process must not stop it, unless it was asked for.
         with contextlib.nullcontext() if options.trace_dir else contextlib.suppress(DisagMoEError):
+            check_graph_break(gm)  # Dynamo cannot restart the trace of a graph that it broke, which `capture` may ask for
             _partition(capture(gm, example_inputs), options)
     compiler = torch._dynamo.backends.registry.lookup_backend(options.stage_compiler)
     return compiler(gm, list(example_inputs))

@@ -18,8 +18,8 @@ from disagmoe_compile.passes.base import PassReport
 
 
 def trace_wanted() -> bool:
-    """Whether a structured trace is being written."""
-    return bool(trace_log.handlers)
+    """Whether a structured trace is being written to a directory: torch has a handler without one until its first message."""
+    return any(getattr(handler, "root_dir", None) is not None for handler in trace_log.handlers)
 
 
 def trace_pass(index: int, pass_name: str, graph_module: fx.GraphModule, report: PassReport) -> None:

@@ -118,14 +118,18 @@ def test_inspection_names_the_line_and_the_change(loop):
     assert found.where == line_of(loop) and LOOPS[loop] in found.reason
 
 
-@pytest.mark.xfail(
-    reason="SpeculationLogDivergence: Dynamo restarts the trace of a broken graph elsewhere; open",
-    strict=False,
-)
 def test_one_process_runs_a_broken_graph_in_parts(fresh_dynamo):
     model = LanguageModel(SIZES, IfAny)
     compiled = torch.compile(model, backend="disagmoe", options={"stage_compiler": "eager"})
     torch.testing.assert_close(compiled(IDS).logits, model(IDS).logits)
+
+
+def test_dumps_of_a_broken_graph_are_refused_at_its_line(fresh_dynamo, tmp_path):
+    options = {"stage_compiler": "eager", "trace_dir": str(tmp_path)}
+    compiled = torch.compile(LanguageModel(SIZES, IfAny), backend="disagmoe", options=options)
+    with pytest.raises(CaptureError, match=line_of(IfAny)) as caught:
+        compiled(IDS)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_call_that_dynamo_runs_without_the_backend_is_an_error_on_several_ranks(several_ranks):
