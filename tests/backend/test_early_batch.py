@@ -65,4 +65,4 @@ def test_calls_of_other_backends_are_left_alone():
     MarkBeforeTracing(lambda graph_module, example_inputs: graph_module, applies=lambda: True).register()
     x = torch.ones(4, 3)
     torch.compile(torch.nn.Linear(3, 2), backend="eager")(x)
-    assert not marked(x)
+    assert not is_marked(x)
