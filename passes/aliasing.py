@@ -9,7 +9,10 @@ node's *root* is the node that created its storage, followed through everything 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -88,12 +91,54 @@ def _copies(index: object) -> bool:
     return any(isinstance(part, list) or (isinstance(part, fx.Node) and is_tensor(part)) for part in parts)
 
 
-def storage_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """node -> the node that created its storage."""
+@dataclass(frozen=True, slots=True)
+class Storages:
+    """`roots`: node -> the node that created its storage. `writes`: (writer, the node it writes to), in graph order.
+    `writers`: node -> the last call that writes in place to its storage; nodes of other storages are not in it.
+    """
+
+    roots: Mapping[fx.Node, fx.Node]
+    writes: tuple[tuple[fx.Node, fx.Node], ...]
+    writers: Mapping[fx.Node, fx.Node]
+
+
+# The graph that is being analysed, and what was found when it had so many nodes.
+_ANALYSED: ContextVar[tuple[fx.Graph, dict[int, Storages]] | None] = ContextVar("analysed", default=None)
+
+
+@contextmanager
+def analysing(graph: fx.Graph) -> Iterator[None]:
+    """While nodes of `graph` are at most added: its storages are then found once for each number of nodes. Whoever asks for
+    them once a layer would otherwise go through all layers each time."""
+    token = _ANALYSED.set((graph, {}))
+    try:
+        yield
+    finally:
+        _ANALYSED.reset(token)
+
+
+def storages(graph: fx.Graph) -> Storages:
+    analysed = _ANALYSED.get()
+    if analysed is None or analysed[0] is not graph:
+        return _storages(graph)
+    known, size = analysed[1], len(graph.nodes)
+    if size not in known:
+        known[size] = _storages(graph)
+    return known[size]
+
+
+def _storages(graph: fx.Graph) -> Storages:
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         roots[node] = root_of(node, roots)
-    return roots
+    writes = tuple((node, target) for node in graph.nodes if (target := written(node)) is not None)
+    last = {roots[target]: writer for writer, target in writes}
+    return Storages(roots, writes, {node: last[root] for node, root in roots.items() if root in last})
+
+
+def storage_roots(graph: fx.Graph) -> Mapping[fx.Node, fx.Node]:
+    """node -> the node that created its storage."""
+    return storages(graph).roots
 
 
 def effect_edges(graph: fx.Graph, roots: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, frozenset[fx.Node]]:

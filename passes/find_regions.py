@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from disagmoe_compile.passes.aliasing import live_nodes
+from disagmoe_compile.passes.aliasing import analysing, live_nodes
 from disagmoe_compile.passes.base import PassReport
 from disagmoe_compile.passes.contract import Capability
 from disagmoe_compile.passes.metadata import describe, is_call, is_tensor, value
@@ -34,6 +34,10 @@ class FindRegions:
     provides: frozenset[Capability] = frozenset({Capability.REGIONS_KNOWN})
 
     def run(self, graph_module: fx.GraphModule) -> PassReport:
+        with analysing(graph_module.graph):
+            return self._find(graph_module)
+
+    def _find(self, graph_module: fx.GraphModule) -> PassReport:
         graph, found, stopped = graph_module.graph, [], []
         live = live_nodes(graph)
         claimed: set[fx.Node] = set()

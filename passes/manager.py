@@ -40,11 +40,13 @@ class PassManager:
         for index, graph_pass in enumerate(self.passes):
             report = replace(graph_pass.run(graph_module), options=bound_options(graph_pass))
             graph_module.graph.lint()
-            graph_module.recompile()
+            if observers:
+                graph_module.recompile()  # with the graphs inside: as long as most passes take
             have |= graph_pass.provides
             verify(standing(have), graph_module, graph_pass.name)
             logger.info("pass %02d %s: %s", index, graph_pass.name, report)
             reports.append((graph_pass.name, report))
             for observe in observers:
                 observe(index, graph_pass.name, graph_module, report)
+        graph_module.recompile()
         return tuple(reports)

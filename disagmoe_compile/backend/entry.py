@@ -84,7 +84,9 @@ def _compile_alone(gm: fx.GraphModule, example_inputs: Sequence[Any], options: O
     if options.trace_dir or trace_wanted():
         # What is written beside a run in one process must not stop it, unless it was asked for.
         with contextlib.nullcontext() if options.trace_dir else contextlib.suppress(DisagMoEError):
-            check_graph_break(gm)  # Dynamo cannot restart the trace of a graph that it broke, which `capture` may ask for
+            check_graph_break(
+                gm
+            )  # Dynamo cannot restart the trace of a graph that it broke, which `capture` may ask for
             _partition(capture(gm, example_inputs), options)
     compiler = torch._dynamo.backends.registry.lookup_backend(options.stage_compiler)
     return compiler(gm, list(example_inputs))
@@ -92,7 +94,7 @@ def _compile_alone(gm: fx.GraphModule, example_inputs: Sequence[Any], options: O
 
 def _partition(captured: CapturedGraph, options: Options) -> PartitionResult:
     """Runs the passes; dumps go to `trace_dir` from one rank, and to torch's structured trace where one is being written."""
-    observers: list[Observer] = [trace_pass]
+    observers: list[Observer] = [trace_pass] if trace_wanted() else []
     if options.trace_dir and (not dist.is_initialized() or dist.get_rank() == 0):
         observers.append(GraphDumper(options.trace_dir))
     return partition_model(

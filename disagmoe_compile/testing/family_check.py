@@ -73,7 +73,9 @@ def _check(report: FamilyReport, model: torch.nn.Module) -> FamilyReport:
     report = replace(report, graphs=1, styles=styles, stages=2 * regions + 1)
     if not regions:
         skipped = dict(partition.reports)["find_regions"].skipped
-        return replace(report, reason=_short(skipped[0]) if skipped else "it routes nothing", notes=tuple(notes))
+        return replace(
+            report, reason=_short(skipped[0]) if skipped else "it routes nothing", notes=tuple(notes)
+        )
     if partition.batch_coupled:
         notes.append(f"mixes samples: {'; '.join(map(_short, partition.batch_coupled))}")
     errors = {n: _worst_error(call, model, batch, n) for n in PLANS}

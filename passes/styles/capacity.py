@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from disagmoe_compile.passes.aliasing import storage_roots, written
+from disagmoe_compile.passes.aliasing import storage_roots, storages, written
 from disagmoe_compile.passes.metadata import argument, is_call, is_tensor, rank_of, shape, value
 from disagmoe_compile.passes.program import Dim
 from disagmoe_compile.passes.regions import NoMatch, Region
@@ -46,7 +46,6 @@ from disagmoe_compile.passes.styles.positions import (
 from disagmoe_compile.passes.styles.products import Product, read_product
 from disagmoe_compile.passes.styles.slots import SlotMatch, emit_for, is_maximum_with_position
 from disagmoe_compile.passes.styles.sums import PairSum, pair_sums
-from disagmoe_compile.passes.styles.writes import writers
 from disagmoe_compile.passes.styles.zero_weight import require_zero
 
 _MOST_STEPS = 4  # from an expert's rows to the weighted values of their tokens
@@ -77,7 +76,7 @@ class _Match:
         self.pair_axes: Axes = ((TOKEN,), (CHOICE,)) if self.has_choices else ((TOKEN,),)
         names = [axis[0] for axis in self.pair_axes]
         self.sizes: dict[str, Dim] = {**slots.layout.sizes, **dict(zip(names, shape(self.ids)))}
-        self.written = writers(graph)
+        self.written = storages(graph).writers
         self.router = Router(self._is_ids, self.sizes, self.written)
         self.roots = storage_roots(graph)
         self.results = self._results()

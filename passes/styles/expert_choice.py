@@ -13,6 +13,7 @@ from __future__ import annotations
 import sympy
 from torch import fx
 
+from disagmoe_compile.passes.aliasing import storages
 from disagmoe_compile.passes.metadata import argument, is_call, is_gather, is_tensor, rank_of, shape
 from disagmoe_compile.passes.regions import NoMatch, Region
 from disagmoe_compile.passes.styles.axes import ROW, Axes
@@ -20,7 +21,6 @@ from disagmoe_compile.passes.styles.moves import moved
 from disagmoe_compile.passes.styles.pair_function import Converted, PairFunction
 from disagmoe_compile.passes.styles.parameters import is_parameter, parameter_leaf
 from disagmoe_compile.passes.styles.slots import SlotMatch, emit_for, expert_of_slots
-from disagmoe_compile.passes.styles.writes import writers
 
 _ADDS = ("index_add", "scatter_add")
 
@@ -47,7 +47,7 @@ class _Match:
             argument(total, 1, "dim") != 0
             or argument(total, 4, "alpha", 1) != 1
             or not is_call(base, "zeros", "zeros_like", "new_zeros")
-            or base in writers(self.graph)
+            or base in storages(self.graph).writers
             or rank_of(total) != 2
         ):
             raise NoMatch(total, "it does not sum rows into zeros")

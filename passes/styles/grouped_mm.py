@@ -22,6 +22,7 @@ import sympy
 import torch
 from torch import fx
 
+from disagmoe_compile.passes.aliasing import storages
 from disagmoe_compile.passes.metadata import (
     argument,
     is_call,
@@ -35,7 +36,6 @@ from disagmoe_compile.passes.metadata import (
 from disagmoe_compile.passes.program import InputKind
 from disagmoe_compile.passes.regions import Found, NoMatch, Region
 from disagmoe_compile.passes.styles.rowwise import RowFunction, check_rowwise, strip_casts
-from disagmoe_compile.passes.styles.writes import writers
 
 _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 _ADDS_ROWS = ("index_add", "scatter_add")
@@ -180,7 +180,9 @@ class _Match:
         """`zeros.index_add(0, token of row, rows)` or the same with scatter_add."""
         base, dim, index = total.args[0], argument(total, 1, "dim"), argument(total, 2, "index")
         is_plain = dim == 0 and argument(total, 4, "alpha", 1) == 1
-        is_zero = is_call(base, "zeros", "zeros_like", "new_zeros") and base not in writers(total.graph)
+        is_zero = (
+            is_call(base, "zeros", "zeros_like", "new_zeros") and base not in storages(total.graph).writers
+        )
         if not is_plain or not is_zero:
             raise NoMatch(total, "it does not sum rows into zeros")
         if is_call(total, "scatter_add"):

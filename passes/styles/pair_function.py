@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from disagmoe_compile.passes.aliasing import storages
 from disagmoe_compile.passes.metadata import argument, is_call, is_tensor, rank_of, shape, target_name, value
 from disagmoe_compile.passes.program import Dim
 from disagmoe_compile.passes.regions import NoMatch
@@ -27,7 +28,6 @@ from disagmoe_compile.passes.styles.axes import ONE, ROW, Axes, broadcast, row_r
 from disagmoe_compile.passes.styles.moves import moved, permutation
 from disagmoe_compile.passes.styles.products import Letter, Product, Term, read_product
 from disagmoe_compile.passes.styles.rowwise import POINTWISE
-from disagmoe_compile.passes.styles.writes import writers
 
 # Along dimensions of rows only: name -> (position of the argument `dim`, its default).
 _ALONG_ROWS = {
@@ -60,7 +60,7 @@ class PairFunction:
         self.params: list[fx.Node] = []
         self.sizes = sizes
         self._leaf = leaf
-        self._writers = writers(graph)
+        self._writers = storages(graph).writers
         self._rows = self.graph.placeholder("rows")
         self._weight = self._last_placeholder = self.graph.placeholder("weight")
         self._placeholders: dict[fx.Node, fx.Node] = {}

@@ -9,15 +9,15 @@ Legend: P rows (routed pairs), E experts.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
+from disagmoe_compile.passes.aliasing import storages
 from disagmoe_compile.passes.metadata import argument, is_tensor, rank_of, target_name, value
 from disagmoe_compile.passes.regions import NoMatch
-from disagmoe_compile.passes.styles.writes import writers
 
 POINTWISE = frozenset({
     "add", "sub", "mul", "div", "truediv", "floordiv", "true_divide", "neg", "pow", "exp", "exp2",
@@ -53,7 +53,7 @@ class RowFunction:
     _env: dict[fx.Node, fx.Node] = field(default_factory=dict)
     _param_placeholders: dict[fx.Node, fx.Node] = field(default_factory=dict)
     _count: int = 0
-    _writers: dict[fx.Node, fx.Node] | None = None
+    _writers: Mapping[fx.Node, fx.Node] | None = None
 
     def __post_init__(self) -> None:
         self.rows = self.graph.placeholder("rows")
@@ -92,9 +92,9 @@ class RowFunction:
             self._env[node] = self._operation(node) if entered is None else entered
         return self._env[node]
 
-    def _written(self, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    def _written(self, graph: fx.Graph) -> Mapping[fx.Node, fx.Node]:
         if self._writers is None:
-            self._writers = writers(graph)
+            self._writers = storages(graph).writers
         return self._writers
 
     def finish(self, result: fx.Node) -> fx.GraphModule:

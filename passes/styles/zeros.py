@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from disagmoe_compile.passes.aliasing import storages
 from disagmoe_compile.passes.metadata import argument, is_call, is_tensor, rank_of, shape, target_name
 from disagmoe_compile.passes.regions import NoMatch
 from disagmoe_compile.passes.styles.ids import are_distinct
 from disagmoe_compile.passes.styles.products import read_product
-from disagmoe_compile.passes.styles.writes import writers
 
 _UNARY = frozenset({
     "to", "float", "half", "bfloat16", "double", "type", "bool", "int", "long", "contiguous", "clone", "detach",
@@ -43,7 +43,7 @@ class Background:
 
 def routed_ids(scores: fx.Node) -> fx.Node:
     """The ids outside of which scores [..., E] are zero by structure. Raises NoMatch."""
-    found = background(scores, writers(scores.graph))
+    found = background(scores, storages(scores.graph).writers)
     if found.value != 0:
         raise NoMatch(scores, "scores outside the top-k are not exactly zero")
     if rank_of(found.ids) == rank_of(scores) and shape(found.ids)[-1] != 1 and not are_distinct(found.ids):
@@ -52,7 +52,7 @@ def routed_ids(scores: fx.Node) -> fx.Node:
 
 
 def background(node: fx.Node, written: Mapping[fx.Node, fx.Node]) -> Background:
-    """Raises NoMatch at the operation after which values outside the ids are not known. `written`: see `writers`."""
+    """Raises NoMatch at the operation after which values outside the ids are not known. `written`: as `Storages.writers`."""
     name = target_name(node)
     if node in written:
         raise NoMatch(
