@@ -110,6 +110,7 @@ class _Splitter:
             key=lambda node: node.meta[EXPERTS].boundary,
         )
         self.results = output_node(self.graph).args[0]
+        self.layers = sorted({layer for node in self.graph.nodes if (layer := layer_of(node)) is not None})
         self.updates = [node for node in self.graph.nodes if node.target is add_to_buffer]
 
     def reject_shared_parameters(self) -> None:
@@ -220,7 +221,7 @@ class _Splitter:
     def _layers(self, boundary: int) -> tuple[int, ...]:
         """Decoder layers up to this part's experts that no earlier part has (dense layers go with the
         experts they precede)."""
-        seen = sorted({layer for node in self.graph.nodes if (layer := layer_of(node)) is not None})
+        seen = self.layers
         ends = [node.meta[EXPERTS].layer for node in self.experts]
         low = ends[boundary - 1] if boundary > 0 else -1
         high = ends[boundary] if boundary < len(ends) else max(seen, default=-1)

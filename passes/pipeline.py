@@ -33,6 +33,7 @@ from disagmoe_compile.passes.program import ModelPrograms
 from disagmoe_compile.passes.programs import model_programs
 from disagmoe_compile.passes.registry import registered_passes, with_extra, without
 from disagmoe_compile.passes.rematerialize_sizes import RematerializeSizes
+from disagmoe_compile.plan.collector import collector_paused
 
 # What the programs of the stages are made from.
 _NEEDED = frozenset({Capability.TRANSFERS, Capability.LINEAR_LOSS})
@@ -96,8 +97,9 @@ def partition_model(
     """
     manager = assemble(loss_reduction, extra_passes, disabled)
     passes = manager.passes
-    graph_module = working_copy(captured)
-    reports = manager.run(graph_module, observers)
+    with collector_paused():
+        graph_module = working_copy(captured)
+        reports = manager.run(graph_module, observers)
     violations = validate_graph(graph_module)
     if violations:
         raise ContractError(

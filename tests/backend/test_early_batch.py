@@ -35,7 +35,8 @@ def test_a_vector_as_long_as_the_sequence_is_not_taken_for_the_batch():
     ids, positions = torch.ones(8, 8), torch.ones(8)
     mark_batch([ids, positions])
     assert (is_marked(ids), is_marked(positions)) == (True, False)
-    assert not hasattr(ids, "_dynamo_dynamic_indices")  # [8, 8] may be a mask of lengths: the trace may fix its size
+    # [8, 8] may be a mask of lengths: the trace may fix its size
+    assert not hasattr(ids, "_dynamo_dynamic_indices")
 
 
 def traces_of(model: torch.nn.Module, applies: bool) -> int:
