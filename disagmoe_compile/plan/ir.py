@@ -22,6 +22,7 @@ from enum import StrEnum
 from typing import Any
 
 from disagmoe_compile.plan.action import Action
+from disagmoe_compile.plan.shares import fair_share, samples_of
 from disagmoe_compile.plan.topology import Group, Role, Topology
 
 DTYPE_BYTES: Mapping[str, int] = {
@@ -43,7 +44,9 @@ class Direction(StrEnum):
 
 
 class Splits(StrEnum):
-    """STATIC: every message has the size of its spec. ROUTED: sizes follow the routing of this step."""
+    """STATIC: a message has the size of its spec, or that of its micro-batch where it is smaller than the largest. ROUTED: sizes
+    follow the routing of this step.
+    """
 
     STATIC = "static"
     ROUTED = "routed"
@@ -63,7 +66,9 @@ class TokenDim:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of one micro-batch on one rank; for ROUTED transfers, of one message between two ranks."""
+    """One tensor of one micro-batch (the largest, where they differ) on one rank; for ROUTED transfers, of one message between
+    two ranks.
+    """
 
     name: str
     shape: tuple[int | TokenDim, ...]
@@ -171,7 +176,10 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`global_batch_size` samples a call; each attention rank takes `microbatch_size` of them `n_microbatches` times."""
+    """`global_batch_size` samples a call; each attention rank takes at most `microbatch_size` of them `n_microbatches` times.
+
+    Where the batch does not divide, micro-batches differ by one sample, and some have none: `Plan.samples_of`.
+    """
 
     global_batch_size: int
     n_microbatches: int
@@ -212,6 +220,23 @@ class Plan:
         raise KeyError(
             f"no transfer {name!r} in the plan; it has {', '.join(t.name for t in self.transfers)}"
         )
+
+    def samples_of(self, member: int, microbatch: int) -> range:
+        """Samples of the global batch that member `member` of each attention group takes in this micro-batch; maybe none."""
+        n = self.workload.n_microbatches
+        members = self.topology.attention_group_size
+        return samples_of(self.workload.global_batch_size, members, n, member, microbatch)
+
+    def share_of(self, member: int) -> range:
+        """Samples that member `member` of each attention group takes in all micro-batches together."""
+        return fair_share(self.workload.global_batch_size, self.topology.attention_group_size, member)
+
+    @property
+    def microbatch_sizes(self) -> tuple[int, ...]:
+        """Sizes that occur besides 0, the largest first: one or two."""
+        members, n = self.topology.attention_group_size, self.workload.n_microbatches
+        sizes = {len(self.samples_of(member, i)) for member in range(members) for i in range(n)}
+        return tuple(sorted(sizes - {0}, reverse=True))
 
     @property
     def fingerprint(self) -> str:

@@ -46,14 +46,15 @@ def _check_sharing(plan: Plan) -> Iterator[Violation]:
 
 
 def check_workload(plan: Plan) -> Iterator[Violation]:
-    """Attention ranks x micro-batches x micro-batch size is the global batch."""
-    workload, size = plan.workload, plan.topology.attention_group_size
-    samples = size * workload.n_microbatches * workload.microbatch_size
-    if samples != workload.global_batch_size:
+    """A micro-batch is as large as it must be for attention ranks x micro-batches of them to hold the global batch."""
+    workload, members = plan.workload, plan.topology.attention_group_size
+    largest = -(-workload.global_batch_size // (members * workload.n_microbatches))
+    if workload.microbatch_size != largest:
         yield Violation(
             "workload",
-            f"global batch {workload.global_batch_size} is not attention_group_size {size} x n_microbatches "
-            f"{workload.n_microbatches} x microbatch_size {workload.microbatch_size} = {samples}",
+            f"global batch {workload.global_batch_size} over attention_group_size {members} x n_microbatches "
+            f"{workload.n_microbatches} makes micro-batches of {largest} samples, not of microbatch_size "
+            f"{workload.microbatch_size}",
         )
 
 

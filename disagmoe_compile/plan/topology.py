@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from disagmoe_compile.plan.shares import fair_share
+
 
 class Role(StrEnum):
     ATTENTION = "attention"
@@ -113,11 +115,9 @@ class Topology:
 
     def experts_of(self, num_experts: int, index_in_group: int) -> range:
         """Experts that member `index_in_group` of an F-group owns: contiguous, sizes differ by at most one, larger first."""
-        small, extra = divmod(num_experts, self.ffn_group_size)
-        if small == 0:
+        if num_experts < self.ffn_group_size:
             raise ValueError(
                 f"{self.ffn_group_size} FFN ranks cannot share {num_experts} experts: "
                 f"ffn_group_size must be at most {num_experts}"
             )
-        start = index_in_group * small + min(index_in_group, extra)
-        return range(start, start + small + (index_in_group < extra))
+        return fair_share(num_experts, self.ffn_group_size, index_in_group)

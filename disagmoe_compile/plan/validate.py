@@ -2,7 +2,7 @@
 
     stages         numbered 0..2B, alternating; a parameter has one owner, on the group of all its users
     transfers      each boundary has exactly its transfers, between the right stages, mirrored for the backward
-    workload       ranks x micro-batches x size is the global batch
+    workload       ranks x micro-batches hold the global batch, in micro-batches no larger than they must be
     experts        no FFN rank without an expert
     lowered        both schedules are lowered, for the groups of the topology
     placement      each action on the group of its stage, naming what exists
