@@ -42,6 +42,14 @@ def forwards(n_stages: int, n_microbatches: int, interleave: int) -> Iterator[Pa
                 yield True, stage, microbatch
 
 
+def backwards(n_stages: int, n_microbatches: int, interleave: int) -> Iterator[Pass]:
+    """Backward passes alone, each group from the last stage to the first."""
+    for group in _groups(n_microbatches, interleave):
+        for stage in reversed(range(n_stages)):
+            for microbatch in group:
+                yield False, stage, microbatch
+
+
 @collector_paused()
 def place(name: str, topology: Topology, passes: Iterator[Pass], split_weight_gradient: bool) -> Schedule:
     """Give every pass to the group of its stage.
