@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from disagmoe_compile.errors import InputError
+from disagmoe_compile.plan.exchange import PAYLOAD_DTYPES
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "schedule": ("af_pipe", "gpipe"),
@@ -18,7 +19,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "loss_reduction": ("auto", "mean", "sum"),
 }
 # Promised values that this version does not run yet: asking for one is an error, never a silent fallback.
-_NOT_YET: Mapping[str, tuple[str, ...]] = {"dedup": ("none", "node"), "recompute": ("stage",)}
+_NOT_YET: Mapping[str, str] = {"dedup": "node", "recompute": "stage"}
 _POSITIVE = (
     "attention_group_size",
     "ffn_group_size",
@@ -58,11 +59,12 @@ class Options:
             value = getattr(self, name)
             if value not in choices:
                 raise InputError(f"option {name} must be one of {', '.join(choices)}, got {value!r}")
-            if value in _NOT_YET.get(name, ()):
+            if value == _NOT_YET.get(name):
                 raise InputError(f"option {name}={value!r} is not supported by this version; leave it out")
-        if self.payload_dtype is not None:
+        if self.payload_dtype not in (None, *PAYLOAD_DTYPES):
             raise InputError(
-                f"option payload_dtype={self.payload_dtype!r} is not supported by this version; leave it out"
+                f"option payload_dtype must be one of {', '.join(PAYLOAD_DTYPES)}, or None for rows as they are computed, "
+                f"got {self.payload_dtype!r}"
             )
         if type(self.gather_outputs) is not bool:
             raise InputError(f"option gather_outputs must be True or False, got {self.gather_outputs!r}")

@@ -134,21 +134,31 @@ class AttentionWorker(Worker):
                 spec.dispatch.weights,
             )
         )
-        owners = self._owners[boundary]
-        routes = route(token_P, expert_P, owners, self.boundaries[boundary].num_experts)
+        owners, sizes = self._owners[boundary], self.boundaries[boundary]
+        routes = self._route(boundary, token_P, expert_P)
         self._routes[boundary, microbatch] = routes
         self._outgoing[f"dispatch.{boundary}", microbatch] = [
             Message(
                 peer,
                 (
                     torch.tensor([one.n_rows, one.n_pairs], device=self.device),
-                    tokens_TD[one.rows_R],
+                    *sizes.token_rows.encode(tokens_TD[one.rows_R]),
                     torch.stack([one.pair_rows_P, expert_P[one.pairs_P] - owned.start]).to(torch.int32),
                     weight_P[one.pairs_P],
                 ),
             )
             for peer, one, owned in zip(self.peers_of_stage(spec.index + 1), routes, owners, strict=True)
         ]
+
+    def _route(self, boundary: int, token_P: torch.Tensor, expert_P: torch.Tensor) -> tuple[RankRoute, ...]:
+        sizes = self.boundaries[boundary]
+        return route(
+            token_P,
+            expert_P,
+            self._owners[boundary],
+            sizes.num_experts,
+            row_per_pair=sizes.exchange.row_per_pair,
+        )
 
     def _hand_on(self, spec: AttentionStage, microbatch: int, outputs: list[torch.Tensor]) -> None:
         """To the next attention stage: locally if this group runs it, else with the routing that its combine needs."""
@@ -229,7 +239,7 @@ class AttentionWorker(Worker):
         else:
             combined_TD = combined_grad.reshape(-1, sizes.out_features)
         self._outgoing[f"combine_bwd.{boundary}", microbatch] = [
-            Message(peer, (combined_TD[one.rows_R],))
+            Message(peer, sizes.combined_rows.encode(combined_TD[one.rows_R]))
             for peer, one in zip(self.peers_of_stage(spec.index - 1), routes, strict=True)
         ]
         before = spec.index - 2
@@ -262,18 +272,10 @@ class AttentionWorker(Worker):
             return [Expected(sources[self.member], tuple(specs))]
         routes = zip(sources, self._routes[boundary, microbatch], strict=True)
         if is_a(transfer, TransferKind.COMBINE, Direction.FORWARD):
-            return [
-                Expected(peer, (((one.n_rows, sizes.out_features), sizes.out_dtype),)) for peer, one in routes
-            ]
+            return [Expected(peer, sizes.combined_rows.specs(one.n_rows)) for peer, one in routes]
         if is_a(transfer, TransferKind.DISPATCH, Direction.BACKWARD):
             return [
-                Expected(
-                    peer,
-                    (
-                        ((one.n_rows, sizes.in_features), sizes.token_dtype),
-                        ((one.n_pairs,), sizes.weight_dtype),
-                    ),
-                )
+                Expected(peer, (*sizes.token_rows.specs(one.n_rows), ((one.n_pairs,), sizes.weight_dtype)))
                 for peer, one in routes
             ]
         raise mismatch(transfer, "attention")
@@ -284,16 +286,15 @@ class AttentionWorker(Worker):
         if is_a(transfer, TransferKind.P2P, Direction.FORWARD):
             routing_2P, *carried = messages[0].tensors
             token_P, expert_P = routing_2P.long()
-            self._routes[boundary, microbatch] = route(
-                token_P, expert_P, self._owners[boundary], sizes.num_experts
-            )
+            self._routes[boundary, microbatch] = self._route(boundary, token_P, expert_P)
             self._carried[transfer.dst, microbatch] = carried
             return None
         if is_a(transfer, TransferKind.P2P, Direction.BACKWARD):
             return messages[0].tensors
         routes = self._routes[boundary, microbatch]
-        rows = [message.tensors[0] for message in messages]
-        summed_TD = sum_partial_rows(rows, routes, sizes.n_tokens)
-        if is_a(transfer, TransferKind.COMBINE, Direction.FORWARD):
+        is_combine = is_a(transfer, TransferKind.COMBINE, Direction.FORWARD)
+        rows = sizes.combined_rows if is_combine else sizes.token_rows
+        summed_TD = sum_partial_rows([rows.decode(m.tensors) for m in messages], routes, sizes.n_tokens)
+        if is_combine:
             return summed_TD
-        return summed_TD, scatter_pairs([message.tensors[1] for message in messages], routes, sizes.n_pairs)
+        return summed_TD, scatter_pairs([m.tensors[-1] for m in messages], routes, sizes.n_pairs)

@@ -71,8 +71,9 @@ class ExpertWorker(Worker):
             self._saved[stage, microbatch] = saved
         rows_RD = sum_pairs_to_rows(_undo(order_P, outputs[0]), pairs.pair_rows_P, pairs.n_rows)
         destinations = self.peers_of_stage(stage + 1)
+        combined_rows = self.boundaries[boundary].combined_rows
         self._outgoing[f"combine.{boundary}", microbatch] = [
-            Message(peer, (part,))
+            Message(peer, combined_rows.encode(part))
             for peer, part in zip(destinations, rows_RD.split(pairs.rows_per_source), strict=True)
         ]
 
@@ -104,7 +105,7 @@ class ExpertWorker(Worker):
             strict=True,
         )
         self._outgoing[f"dispatch_bwd.{boundary}", microbatch] = [
-            Message(peer, (tokens, weights)) for peer, tokens, weights in parts
+            Message(peer, (*sizes.token_rows.encode(tokens), weights)) for peer, tokens, weights in parts
         ]
 
     def backward_weight(self, stage: int, microbatch: int) -> None:
@@ -144,8 +145,8 @@ class ExpertWorker(Worker):
 
     def _payload(self, boundary: int, peer: int, n_rows: int, n_pairs: int) -> Expected:
         sizes = self.boundaries[boundary]
-        tokens = ((n_rows, sizes.in_features), sizes.token_dtype)
-        return Expected(peer, (tokens, ((2, n_pairs), torch.int32), ((n_pairs,), sizes.weight_dtype)))
+        tokens = sizes.token_rows.specs(n_rows)
+        return Expected(peer, (*tokens, ((2, n_pairs), torch.int32), ((n_pairs,), sizes.weight_dtype)))
 
     def expected(self, transfer: Transfer, microbatch: int) -> list[Expected]:
         if not is_a(transfer, TransferKind.COMBINE, Direction.BACKWARD):
@@ -153,18 +154,19 @@ class ExpertWorker(Worker):
         boundary = boundary_of(transfer)
         sizes, pairs = self.boundaries[boundary], self._pairs[boundary, microbatch]
         return [
-            Expected(peer, (((n_rows, sizes.out_features), sizes.out_dtype),))
+            Expected(peer, sizes.combined_rows.specs(n_rows))
             for peer, n_rows in zip(self.peers_of_stage(transfer.src), pairs.rows_per_source, strict=True)
         ]
 
     def take_in(self, transfer: Transfer, microbatch: int, messages: list[Message]) -> object:
+        boundary = boundary_of(transfer)
+        sizes = self.boundaries[boundary]
         if is_a(transfer, TransferKind.COMBINE, Direction.BACKWARD):
-            return torch.cat([message.tensors[0] for message in messages])
-        tokens, routing, weights = zip(*(message.tensors for message in messages), strict=True)
+            return torch.cat([sizes.combined_rows.decode(message.tensors) for message in messages])
+        tokens = [sizes.token_rows.decode(message.tensors) for message in messages]
+        routing, weights = zip(*(message.tensors[-2:] for message in messages), strict=True)
         n_local = len(self.stages[transfer.dst].experts)
-        self._pairs[boundary_of(transfer), microbatch] = receive_pairs(
-            routing, [len(t) for t in tokens], n_local
-        )
+        self._pairs[boundary, microbatch] = receive_pairs(routing, [len(t) for t in tokens], n_local)
         return _Rows(torch.cat(tokens), torch.cat(weights))
 
 

@@ -2,7 +2,7 @@
 
 Legend: T tokens, P routed pairs, R rows sent between two ranks (distinct tokens), D hidden size, E experts.
 The experts' output is a plain sum over pairs, so it is also a sum over ranks of each rank's pairs: one row per (token, rank)
-goes out and one pre-summed row comes back.
+goes out and one pre-summed row comes back. Without de-duplication a row per pair goes out and comes back.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import torch
 class RankRoute:
     """What one attention rank exchanges with one FFN rank.
 
-    `rows_R`: its tokens, ascending. `pairs_P`: positions in the routed pairs, sorted by (token, expert). `pair_rows_P`: for each
-    of these the row in `rows_R`.
+    `rows_R`: the token of each row, ascending; distinct unless `row_per_pair`. `pairs_P`: positions in the routed pairs, sorted
+    by (token, expert). `pair_rows_P`: for each of these the row in `rows_R`.
     """
 
     rows_R: torch.Tensor
     pairs_P: torch.Tensor
     pair_rows_P: torch.Tensor
+    row_per_pair: bool = False
 
     @property
     def n_rows(self) -> int:
@@ -35,7 +36,12 @@ class RankRoute:
 
 
 def route(
-    token_P: torch.Tensor, expert_P: torch.Tensor, owners: Sequence[range], num_experts: int
+    token_P: torch.Tensor,
+    expert_P: torch.Tensor,
+    owners: Sequence[range],
+    num_experts: int,
+    *,
+    row_per_pair: bool = False,
 ) -> tuple[RankRoute, ...]:
     """One RankRoute per FFN rank, `owners[n]` being the experts of rank n. Ids outside 0..E-1 are dropped pairs: sent nowhere."""
     valid = (expert_P >= 0) & (expert_P < num_experts)
@@ -45,6 +51,10 @@ def route(
     routes = []
     for owned in owners:
         pairs_P = order_P[(sorted_expert_P >= owned.start) & (sorted_expert_P < owned.stop)]
+        if row_per_pair:
+            pair_rows_P = torch.arange(pairs_P.numel(), device=pairs_P.device)
+            routes.append(RankRoute(token_P[pairs_P], pairs_P, pair_rows_P, row_per_pair=True))
+            continue
         rows_R, pair_rows_P = torch.unique_consecutive(token_P[pairs_P], return_inverse=True)
         routes.append(RankRoute(rows_R, pairs_P, pair_rows_P))
     return tuple(routes)
@@ -53,11 +63,19 @@ def route(
 def sum_partial_rows(
     partials: Sequence[torch.Tensor], routes: Sequence[RankRoute], n_tokens: int
 ) -> torch.Tensor:
-    """[T, D] sum of the rows each rank returned, added in rank order. Rows of one rank are distinct, so no add collides."""
-    total_TD = partials[0].new_zeros((n_tokens, *partials[0].shape[1:]))
+    """[T, D] sum of the rows each rank returned, added in rank order. 16-bit rows are summed in float32.
+
+    Tokens of one rank are made distinct first, so no add collides and the order of additions is fixed.
+    """
+    dtype = partials[0].dtype
+    total_TD = partials[0].new_zeros((n_tokens, *partials[0].shape[1:]), dtype=_wide(dtype))
     for partial_RD, one in zip(partials, routes, strict=True):
-        total_TD[one.rows_R] += partial_RD
-    return total_TD
+        tokens_R, wide_RD = one.rows_R, partial_RD.to(total_TD.dtype)
+        if one.row_per_pair:
+            tokens_R, row_P = torch.unique_consecutive(one.rows_R, return_inverse=True)
+            wide_RD = sum_pairs_to_rows(wide_RD, row_P, tokens_R.numel())
+        total_TD[tokens_R] += wide_RD
+    return total_TD.to(dtype)
 
 
 def scatter_pairs(values: Sequence[torch.Tensor], routes: Sequence[RankRoute], n_pairs: int) -> torch.Tensor:
@@ -121,9 +139,14 @@ def sum_pairs_to_rows(pairs_PD: torch.Tensor, pair_rows_P: torch.Tensor, n_rows:
         return pairs_PD.new_zeros((0, *pairs_PD.shape[1:]))
     count_R = torch.bincount(pair_rows_P, minlength=n_rows)
     first_R = count_R.cumsum(0) - count_R
-    wide = torch.float32 if pairs_PD.dtype in (torch.bfloat16, torch.float16) else pairs_PD.dtype
+    wide = _wide(pairs_PD.dtype)
     total_RD = pairs_PD[first_R].to(wide)
     for j in range(1, int(count_R.max())):
         rows = (count_R > j).nonzero().flatten()
         total_RD[rows] += pairs_PD[first_R[rows] + j].to(wide)
     return total_RD.to(pairs_PD.dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The type to add up values of `dtype` in."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

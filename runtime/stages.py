@@ -17,6 +17,9 @@ from typing import Any, Protocol
 
 import torch
 
+from disagmoe_compile.plan.exchange import AS_COMPUTED, RowExchange
+from disagmoe_compile.runtime.row_format import RowFormat
+
 Saved = Any  # tensors (and sizes) a stage keeps for its backward; opaque to the executor
 
 
@@ -91,6 +94,17 @@ class Boundary:
     weight_dtype: torch.dtype
     out_dtype: torch.dtype
     carried: tuple[CarriedValue, ...]
+    exchange: RowExchange = AS_COMPUTED
+
+    @property
+    def token_rows(self) -> RowFormat:
+        """Of what goes into the experts, and of its gradient."""
+        return RowFormat.of(self.in_features, self.token_dtype, self.exchange)
+
+    @property
+    def combined_rows(self) -> RowFormat:
+        """Of what comes out of the experts, and of its gradient."""
+        return RowFormat.of(self.out_features, self.out_dtype, self.exchange)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from disagmoe_compile.passes.stage_flops import (
     tokens_of,
 )
 from disagmoe_compile.plan.completeness import peak_residency
+from disagmoe_compile.plan.exchange import RowExchange
 from disagmoe_compile.plan.files import load_plan
 from disagmoe_compile.plan.ir import Plan, Stage, TensorSpec, Workload
 from disagmoe_compile.plan.sizing import Sizing
@@ -145,7 +146,11 @@ def make_plan(
     stages = _stages(programs, parameter_fqns, micro, topology)
     trains = programs.loss is not None
     transfers = build_transfers(
-        topology, boundaries, _owned_numels(programs, parameter_fqns, stages), training=trains
+        topology,
+        boundaries,
+        _owned_numels(programs, parameter_fqns, stages),
+        training=trains,
+        exchange=RowExchange(options.dedup, options.payload_dtype),
     )
     owned = [s.index for s in stages if s.owned_fqns] if topology.attention_group_size > 1 else []
     n = workload.n_microbatches
@@ -168,6 +173,7 @@ def make_plan(
             "schedule": options.schedule,
             "stage_compiler": options.stage_compiler,
             "dedup": options.dedup,
+            "payload_dtype": options.payload_dtype,
         },
         versions={"torch": torch.__version__.split("+")[0], "python": platform.python_version()},
     )

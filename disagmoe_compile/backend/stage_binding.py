@@ -22,6 +22,7 @@ from disagmoe_compile.passes.program import (
     bind,
 )
 from disagmoe_compile.passes.program import ExpertParam as ParamOfAllExperts
+from disagmoe_compile.plan.exchange import RowExchange
 from disagmoe_compile.plan.ir import Plan
 from disagmoe_compile.runtime.stages import (
     AttentionStage,
@@ -56,6 +57,7 @@ def bind_boundaries(programs: ModelPrograms, plan: Plan, micro: Sizes) -> tuple[
                 weight_dtype=experts.weight_dtype,
                 out_dtype=experts.out_dtype,
                 carried=tuple(CarriedValue(bind(o.shape, micro), o.dtype, o.requires_grad) for o in carried),
+                exchange=RowExchange.of_options(plan.options),
             )
         )
     return tuple(boundaries)

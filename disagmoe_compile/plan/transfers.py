@@ -1,7 +1,8 @@
 """The transfers of a pipeline: built from the sizes at each boundary, and looked up by the stages they join.
 
 Legend: T tokens of one micro-batch on one attention rank, K experts a token, D_in / D_out features into / out of the experts;
-`rows` (tokens that go to one FFN rank) and `pairs` (its token-expert pairs) are decided by the routing of the step.
+`rows` (tokens that go to one FFN rank) and `pairs` (its token-expert pairs) are decided by the routing of the step. Without
+de-duplication a row travels for each pair.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from disagmoe_compile.plan.action import ActionKind
+from disagmoe_compile.plan.exchange import AS_COMPUTED, RowExchange
 from disagmoe_compile.plan.ir import Direction, Splits, TensorSpec, TokenDim, Transfer, TransferKind
 from disagmoe_compile.plan.topology import Topology
 
@@ -50,8 +52,9 @@ def build_transfers(
     gradients: Mapping[int, Mapping[str, int]] | None = None,
     *,
     training: bool = True,
+    exchange: RowExchange = AS_COMPUTED,
 ) -> tuple[Transfer, ...]:
-    """Every transfer of the pipeline, boundary by boundary, then the reductions of gradients.
+    """Every transfer of the pipeline, boundary by boundary, then the reductions of gradients. `exchange`: how M2N sends rows.
 
     `gradients`: attention stage -> dtype -> number of elements whose gradients it owns; nothing is reduced without replicas
     (attention_group_size 1). `training=False` leaves out what only a backward needs. Raises ValueError on a boundary too many or
@@ -64,9 +67,9 @@ def build_transfers(
     transfers: list[Transfer] = []
     for b, sizes in enumerate(boundaries):
         crosses = topology.group_of_stage(2 * b) != topology.group_of_stage(2 * b + 2)
-        transfers += _forward(b, sizes, crosses)
+        transfers += _forward(b, sizes, crosses, exchange)
         if training:
-            transfers += _backward(b, sizes, crosses)
+            transfers += _backward(b, sizes, crosses, exchange)
     if training and topology.attention_group_size > 1:
         transfers += [
             _reduction(stage, numels) for stage, numels in sorted((gradients or {}).items()) if numels
@@ -74,15 +77,15 @@ def build_transfers(
     return tuple(transfers)
 
 
-def _forward(b: int, sizes: BoundarySizes, crosses: bool) -> Iterable[Transfer]:
-    rows, pairs = _token_dims(sizes)
+def _forward(b: int, sizes: BoundarySizes, crosses: bool, exchange: RowExchange) -> Iterable[Transfer]:
+    rows, pairs = _token_dims(sizes, exchange)
     dispatch = (
         TensorSpec("header", (2,), "int64"),
-        TensorSpec("tokens", (rows, sizes.in_features), sizes.token_dtype),
+        *_rows("tokens", rows, sizes.in_features, sizes.token_dtype, exchange),
         TensorSpec("routing", (2, pairs), "int32"),
         TensorSpec("weights", (pairs,), sizes.weight_dtype),
     )
-    combined = (TensorSpec("combined", (rows, sizes.out_features), sizes.out_dtype),)
+    combined = _rows("combined", rows, sizes.out_features, sizes.out_dtype, exchange)
     forward = Direction.FORWARD
     a, f, following = 2 * b, 2 * b + 1, 2 * b + 2
     yield Transfer(f"dispatch.{b}", TransferKind.DISPATCH, forward, a, f, dispatch, Splits.ROUTED)
@@ -93,11 +96,11 @@ def _forward(b: int, sizes: BoundarySizes, crosses: bool) -> Iterable[Transfer]:
         yield Transfer(f"residual.{b}", TransferKind.P2P, forward, a, following, carried, Splits.STATIC)
 
 
-def _backward(b: int, sizes: BoundarySizes, crosses: bool) -> Iterable[Transfer]:
-    rows, pairs = _token_dims(sizes)
-    d_combined = (TensorSpec("d_combined", (rows, sizes.out_features), sizes.out_dtype),)
+def _backward(b: int, sizes: BoundarySizes, crosses: bool, exchange: RowExchange) -> Iterable[Transfer]:
+    rows, pairs = _token_dims(sizes, exchange)
+    d_combined = _rows("d_combined", rows, sizes.out_features, sizes.out_dtype, exchange)
     d_dispatch = (
-        TensorSpec("d_tokens", (rows, sizes.in_features), sizes.token_dtype),
+        *_rows("d_tokens", rows, sizes.in_features, sizes.token_dtype, exchange),
         TensorSpec("d_weights", (pairs,), sizes.weight_dtype),
     )
     d_carried = tuple(
@@ -138,8 +141,18 @@ def _reduction(stage: int, numels: Mapping[str, int]) -> Transfer:
     )
 
 
-def _token_dims(sizes: BoundarySizes) -> tuple[TokenDim, TokenDim]:
-    return TokenDim("rows", sizes.tokens), TokenDim("pairs", sizes.tokens * sizes.top_k)
+def _token_dims(sizes: BoundarySizes, exchange: RowExchange) -> tuple[TokenDim, TokenDim]:
+    """Of what has a row, and of what has a pair."""
+    pairs = TokenDim("pairs", sizes.tokens * sizes.top_k)
+    return (pairs if exchange.row_per_pair else TokenDim("rows", sizes.tokens)), pairs
+
+
+def _rows(
+    name: str, rows: TokenDim, features: int, dtype: str, exchange: RowExchange
+) -> tuple[TensorSpec, ...]:
+    wire = exchange.wire_dtype(dtype)
+    exponent = (TensorSpec(f"{name}_exponent", (1,), "int32"),) if exchange.is_scaled(dtype) else ()
+    return (TensorSpec(name, (rows, features), wire), *exponent)
 
 
 class Routes:

@@ -194,10 +194,11 @@ def message_bytes(plan: Plan, transfer: Transfer) -> float:
     n_experts, ranks = plan.stages[experts].num_experts, topology.ffn_group_size
     assert n_experts is not None
     bounds = _token_bounds(plan, transfer)
-    tokens = bounds.get("rows", 0)
-    top_k = max(1, bounds.get("pairs", tokens) // max(tokens, 1))
+    pairs = bounds.get("pairs", 0)
+    tokens = bounds.get("rows", pairs)  # no de-duplication: everything has a row for each pair
+    top_k = max(1, pairs // max(tokens, 1))
     rows = tokens * expected_copies(n_experts, min(top_k, n_experts), ranks) / ranks
-    sizes = {"rows": round(rows), "pairs": round(tokens * top_k / ranks)}
+    sizes = {"rows": round(rows), "pairs": round(pairs / ranks)}
     return float(topology.attention_group_size * ranks * transfer.nbytes(sizes))
 
 

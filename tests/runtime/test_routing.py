@@ -54,6 +54,28 @@ def test_rows_summed_per_rank_and_then_over_ranks_equal_the_sum_over_pairs(case)
     assert torch.equal(scatter_pairs([value_PD[r.pairs_P] for r in routes], routes, len(token_P)), value_PD)
 
 
+@settings(max_examples=60, deadline=None)
+@given(CASES)
+def test_a_row_for_every_pair_gives_the_same_sums(case):
+    token_P, expert_P, owners, generator = routed(*case)
+    value_PD = torch.randn(len(token_P), 3, generator=generator, dtype=torch.float64)
+    sums = []
+    for row_per_pair in (False, True):
+        routes = route(token_P, expert_P, owners, case[2], row_per_pair=row_per_pair)
+        partials = [sum_pairs_to_rows(value_PD[r.pairs_P], r.pair_rows_P, r.n_rows) for r in routes]
+        sums.append(sum_partial_rows(partials, routes, case[0]))
+    assert all(r.n_rows == r.n_pairs for r in routes)
+    torch.testing.assert_close(*sums)
+
+
+def test_partial_rows_of_several_ranks_are_summed_in_float32():
+    routes = route(torch.zeros(4, dtype=torch.long), torch.arange(4), [range(n, n + 1) for n in range(4)], 4)
+    partials = [torch.tensor([[value]], dtype=torch.bfloat16) for value in (256.0, 0.5, 0.5, 0.5)]
+    assert (
+        sum_partial_rows(partials, routes, 1).item() == torch.tensor(257.5).to(torch.bfloat16).item() != 256
+    )
+
+
 def test_pairs_outside_the_experts_are_dropped():
     routes = route(torch.tensor([0, 0, 1, 1]), torch.tensor([0, 4, -1, 3]), [range(0, 2), range(2, 4)], 4)
     assert [r.pairs_P.tolist() for r in routes] == [[0], [3]]
