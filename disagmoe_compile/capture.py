@@ -20,6 +20,7 @@ import sympy
 import torch
 import torch._dynamo
 from torch import fx, nn
+from torch._guards import CompileContext
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.tensor import TensorVariable
@@ -87,6 +88,7 @@ def capture(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Capt
         autocast=_autocast(example_inputs),
         training=torch.is_grad_enabled(),
         assigned_buffers=assigned,
+        trace_id=CompileContext.current_trace_id(),
     )
 
 

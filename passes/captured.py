@@ -9,6 +9,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._guards import TraceId
 
 from disagmoe_compile.passes.program import Dim, InputKind, StageInput
 
@@ -29,6 +30,7 @@ class CapturedGraph:
 
     `batch_symbol` is None where the batch is 1. `training`: the graph was traced with gradients on.
     `assigned_buffers`: output -> input: Dynamo puts this output in the place of this buffer after the call.
+    `trace_id`: which of Dynamo's compilations it is, for logs.
     """
 
     graph_module: fx.GraphModule
@@ -39,6 +41,7 @@ class CapturedGraph:
     autocast: AutocastState
     training: bool
     assigned_buffers: Mapping[int, int] = field(default_factory=dict)
+    trace_id: TraceId | None = None
 
     def sizes(self, args: Sequence[Any]) -> dict[sympy.Symbol, int]:
         """Value of every symbol, from the flat arguments of one call (sizes and tensors as the graph takes

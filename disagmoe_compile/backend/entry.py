@@ -25,7 +25,7 @@ from disagmoe_compile.early_batch import MarkBeforeTracing
 from disagmoe_compile.errors import DisagMoEError, InputError, UnsupportedModelError
 from disagmoe_compile.graph_breaks import check_graph_break, check_whole_model
 from disagmoe_compile.inspect.dump import GraphDumper
-from disagmoe_compile.inspect.structured import trace_pass, trace_wanted
+from disagmoe_compile.inspect.structured import structured_trace, trace_wanted
 from disagmoe_compile.passes.base import Observer
 from disagmoe_compile.passes.captured import CapturedGraph
 from disagmoe_compile.passes.pipeline import PartitionResult, partition_model
@@ -94,7 +94,8 @@ def _compile_alone(gm: fx.GraphModule, example_inputs: Sequence[Any], options: O
 
 def _partition(captured: CapturedGraph, options: Options) -> PartitionResult:
     """Runs the passes; dumps go to `trace_dir` from one rank, and to torch's structured trace where one is being written."""
-    observers: list[Observer] = [trace_pass] if trace_wanted() else []
+    trace = structured_trace(captured)
+    observers: list[Observer] = [] if trace is None else [trace]
     if options.trace_dir and (not dist.is_initialized() or dist.get_rank() == 0):
         observers.append(GraphDumper(options.trace_dir))
     return partition_model(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from disagmoe_compile.capture import CapturedGraph, symbol_values
 from disagmoe_compile.config import Options
 from disagmoe_compile.errors import UnsupportedModelError
 from disagmoe_compile.inspect.dump import GraphDumper
+from disagmoe_compile.inspect.structured import structured_trace
 from disagmoe_compile.passes.pipeline import PartitionResult
 from disagmoe_compile.passes.program import InputKind, LossProgram, ModelPrograms, bind
 from disagmoe_compile.passes.programs import without_outputs
@@ -30,6 +32,8 @@ from disagmoe_compile.runtime.expert_worker import ExpertWorker
 from disagmoe_compile.runtime.failure import default_store
 from disagmoe_compile.runtime.session import Loss, Output, Prepared, Session
 from disagmoe_compile.runtime.worker import Worker
+
+logger = logging.getLogger(__name__)
 
 
 def make_session(
@@ -118,6 +122,7 @@ class _Preparer:
             programs = replace(programs, attention=tuple(without_outputs(p) for p in programs.attention))
         self._programs, self._outputs = programs, partition.programs.outputs
         self._n_passes = len(partition.reports)
+        self._trace = structured_trace(captured)
         self._prepared: dict[tuple[tuple[str, int], ...], Prepared] = {}
 
     def __call__(self, arguments: Sequence[object]) -> Prepared:
@@ -130,10 +135,8 @@ class _Preparer:
     def _prepare(self, sizes: Sizes) -> Prepared:
         world, rank = self._model.groups.world, dist.get_rank()
         plan = from_dict(json.loads(from_rank_zero(lambda: json.dumps(to_dict(self._plan(sizes))), world)))
-        if rank == 0 and self._options.trace_dir and plan.training is not None:
-            title = f"Training step of all groups, by plan {plan.fingerprint} ({plan.training.name})"
-            name = f"{self._n_passes:02d}_training_step.py"
-            GraphDumper(self._options.trace_dir).write(name, step_graph(plan), [title])
+        if rank == 0:
+            self._show(plan)
         micro = microbatch_sizes(self._programs, sizes, plan.workload.microbatch_size)
         device = torch.device("cpu")
         binder = StageBinder(
@@ -162,6 +165,27 @@ class _Preparer:
             actions=schedule.of(worker.group),
             output_shapes={o.index: bind(o.shape, sizes) for o in self._outputs if o.stage is not None},
         )
+
+    def _show(self, plan: Plan) -> None:
+        """The plan and its training step, where dumps or a structured trace are wanted."""
+        schedule = plan.training or plan.forward_only
+        logger.info(
+            "plan %s: %s, %s, %s",
+            plan.fingerprint,
+            schedule.name if schedule else "none",
+            plan.topology,
+            plan.workload,
+        )
+        if self._trace is not None:
+            self._trace.plan(plan)
+        if plan.training is None or (self._trace is None and not self._options.trace_dir):
+            return
+        name, step = f"{self._n_passes:02d}_training_step", step_graph(plan)
+        header = [f"Training step of all groups, by plan {plan.fingerprint} ({plan.training.name})"]
+        if self._trace is not None:
+            self._trace.graph(name, step, header)
+        if self._options.trace_dir:
+            GraphDumper(self._options.trace_dir).write(f"{name}.py", step, header)
 
     def _plan(self, sizes: Sizes) -> Plan:
         plan = make_plan(

@@ -60,16 +60,17 @@ def inspect(
     debug: DebugOption = False,
 ) -> Output:
     """Shows the stages, transfers and experts of a model, and where its graph breaks."""
-    from disagmoe_compile.cli.inspect_files import Sizes, write_files
+    from disagmoe_compile.cli.inspect_files import Sizes, plan_to_show, write_files
     from disagmoe_compile.inspect.bisect import bisect as run_bisection
     from disagmoe_compile.inspect.diff import DiffRecorder
     from disagmoe_compile.inspect.dump import GraphDumper
-    from disagmoe_compile.inspect.explain import explain_partition, no_graph, trace_call
+    from disagmoe_compile.inspect.explain import explain_graph, no_graph, trace_call
     from disagmoe_compile.inspect.pass_pair import PairRecorder
+    from disagmoe_compile.inspect.structured import structured_trace
     from disagmoe_compile.inspect.why import WhyRecorder
     from disagmoe_compile.models.source import load_source
     from disagmoe_compile.passes.captured import CapturedGraph
-    from disagmoe_compile.passes.pipeline import partition_model
+    from disagmoe_compile.plan.ir import Plan
 
     disabled = tuple(disable or ())
     diffs = DiffRecorder()
@@ -82,11 +83,15 @@ def inspect(
         if isinstance(traced, CapturedGraph):
             dumper = None if out is None else GraphDumper(out)
             observers = [one for one in (diffs, dumper, recorder, pair) if one is not None]
-            partition = partition_model(traced, observers=observers, disabled=disabled)
-            explanation = explain_partition(traced, partition)
-            if out is not None:
+            explanation, partition = explain_graph(traced, observers, disabled)
+            trace = structured_trace(traced)
+            if out is not None or trace is not None:
                 sizes = Sizes(attention_group_size, ffn_group_size, pipeline_groups, n_microbatches)
-                files = write_files(out, source, traced, partition, explanation, sizes)
+                plan = plan_to_show(traced, partition, sizes)
+                if trace is not None and isinstance(plan, Plan):
+                    trace.plan(plan)
+                if out is not None:
+                    files = write_files(out, source, partition, explanation, plan)
             bisection = run_bisection(traced, disabled=disabled) if bisect else None
         else:
             explanation = no_graph(traced)

@@ -34,25 +34,24 @@ class Sizes:
         return self.pipeline_groups * (self.attention_group_size + self.ffn_group_size)
 
 
+def plan_to_show(captured: CapturedGraph, partition: PartitionResult, sizes: Sizes) -> Plan | str:
+    """A plan, or why there is none. Raises what making a plan of these sizes raises, unless they are the default ones."""
+    if not partition.programs.experts:
+        return "the model has no experts, so there is nothing to plan"
+    try:
+        return _plan(captured, partition, sizes)
+    except DisagMoEError as error:
+        if sizes != Sizes():
+            raise
+        return str(error)
+
+
 def write_files(
-    out: Path,
-    source: str,
-    captured: CapturedGraph,
-    partition: PartitionResult,
-    explanation: Explanation,
-    sizes: Sizes,
+    out: Path, source: str, partition: PartitionResult, explanation: Explanation, shown: Plan | str
 ) -> dict[str, str]:
-    """Kind of file -> its path. Raises what making a plan of these sizes raises, unless they are the default ones: then the
-    report says why there is no plan."""
+    """Kind of file -> its path. `shown`: the plan, or why there is none."""
     out.mkdir(parents=True, exist_ok=True)
-    plan, reason = None, "the model has no experts, so there is nothing to plan"
-    if partition.programs.experts:
-        try:
-            plan = _plan(captured, partition, sizes)
-        except DisagMoEError as error:
-            if sizes != Sizes():
-                raise
-            reason = str(error)
+    plan, reason = (shown, "") if isinstance(shown, Plan) else (None, shown)
     report = report_document(source, explanation, _code(partition), plan, reason)
     written = {"report": write_report(out / "report.html", report), "dot": out / "stages.dot"}
     written["dot"].write_text(to_dot(explanation), encoding="utf-8")

@@ -47,8 +47,7 @@ class GraphDumper:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, index: int, pass_name: str, graph_module: fx.GraphModule, report: PassReport) -> None:
-        bound = f"({', '.join(report.options)})" if report.options else ""
-        header = [f"Pass {index:02d} {pass_name}{bound}: {report}"]
+        header = header_of(index, pass_name, report)
         header += [f"option {name} = {value!r}" for name, value in self.options.items() if value is not None]
         self.write(f"{index:02d}_{pass_name}.py", graph_module, header)
 
@@ -58,6 +57,12 @@ class GraphDumper:
         path = directory / name
         path.write_text(render(graph_module, header))
         return path
+
+
+def header_of(index: int, pass_name: str, report: PassReport) -> list[str]:
+    """The pass, its options and what it counted."""
+    bound = f"({', '.join(report.options)})" if report.options else ""
+    return [f"Pass {index:02d} {pass_name}{bound}: {report}"]
 
 
 def render(graph_module: fx.GraphModule, header: Iterable[str] = ()) -> str:

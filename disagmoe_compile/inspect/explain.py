@@ -20,6 +20,7 @@ from torch import fx, nn
 from disagmoe_compile.capture import CapturedGraph, capture
 from disagmoe_compile.errors import DisagMoEError, InputError
 from disagmoe_compile.graph_breaks import one_graph, where_and_why
+from disagmoe_compile.inspect.structured import structured_trace
 from disagmoe_compile.passes.base import Observer, PassReport
 from disagmoe_compile.passes.pipeline import PartitionResult, partition_model
 from disagmoe_compile.passes.program import (
@@ -135,7 +136,7 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
 def explain_with(observers: Sequence[Observer], model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     """`explain`, showing the graph to `observers` after every pass."""
     found = trace_call(model, args, kwargs)
-    return explain_graph(found, observers) if isinstance(found, CapturedGraph) else no_graph(found)
+    return explain_graph(found, observers)[0] if isinstance(found, CapturedGraph) else no_graph(found)
 
 
 def trace_call(
@@ -163,9 +164,17 @@ def trace_call(
 
 def explain_graph(
     captured: CapturedGraph, observers: Sequence[Observer] = (), disabled: Sequence[str] = ()
-) -> Explanation:
-    """Splits a captured graph, without the passes `disabled`, and describes the result."""
-    return explain_partition(captured, partition_model(captured, observers=observers, disabled=disabled))
+) -> tuple[Explanation, PartitionResult]:
+    """Splits a captured graph, without the passes `disabled`, and describes the result; in torch's structured trace as well,
+    where one is being written.
+    """
+    trace = structured_trace(captured)
+    shown_to = observers if trace is None else [*observers, trace]
+    partition = partition_model(captured, observers=shown_to, disabled=disabled)
+    explanation = explain_partition(captured, partition)
+    if trace is not None:
+        trace.document("explanation", explanation.to_dict())
+    return explanation, partition
 
 
 def no_graph(broken: GraphBreak | None) -> Explanation:
