@@ -15,11 +15,11 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "schedule": ("af_pipe", "gpipe"),
     "stage_compiler": ("inductor", "aot_eager", "eager"),
     "dedup": ("none", "rank", "node"),
-    "recompute": ("none", "stage"),
+    "recompute": ("none", "stage", "attention", "ffn"),
     "loss_reduction": ("auto", "mean", "sum"),
 }
 # Promised values that this version does not run yet: asking for one is an error, never a silent fallback.
-_NOT_YET: Mapping[str, str] = {"dedup": "node", "recompute": "stage"}
+_NOT_YET: Mapping[str, str] = {"dedup": "node"}
 _POSITIVE = (
     "attention_group_size",
     "ffn_group_size",

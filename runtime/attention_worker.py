@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -60,8 +60,7 @@ class AttentionWorker(Worker):
         spec = self.stages[stage]
         inputs = [self._input(source, stage, microbatch) for source in spec.sources]
         self._carried.pop((stage, microbatch), None)
-        seed = derive_seed(self.step.call_seed, microbatch, stage, self.member)
-        with private_rng(seed, self.device) if spec.uses_rng else nullcontext():
+        with self._rng(spec, microbatch):
             outputs, saved = spec.compiled.forward(inputs)
         if self.trains:
             self._saved[stage, microbatch] = saved
@@ -84,14 +83,23 @@ class AttentionWorker(Worker):
         spec = self.stages[stage]
         saved = self._saved.pop((stage, microbatch))
         tangents = self._tangents(spec, microbatch)
-        if split:
-            gradients, self._weight_work[stage, microbatch] = spec.compiled.backward_input(saved, tangents)
-        else:
-            gradients = spec.compiled.backward(saved, tangents)
+        with self._rng(spec, microbatch):  # a recomputed stage draws again what its forward drew
+            if split:
+                gradients, self._weight_work[stage, microbatch] = spec.compiled.backward_input(
+                    saved, tangents
+                )
+            else:
+                gradients = spec.compiled.backward(saved, tangents)
         self._add_parameter_gradients(spec, gradients)
         if stage:
             self._send_back(spec, microbatch, gradients)
         self._routes.pop((stage // 2, microbatch), None)
+
+    def _rng(self, spec: AttentionStage, microbatch: int) -> AbstractContextManager[None]:
+        if not spec.uses_rng:
+            return nullcontext()
+        seed = derive_seed(self.step.call_seed, microbatch, spec.index, self.member)
+        return private_rng(seed, self.device)
 
     def backward_weight(self, stage: int, microbatch: int) -> None:
         spec = self.stages[stage]

@@ -174,6 +174,7 @@ def make_plan(
             "stage_compiler": options.stage_compiler,
             "dedup": options.dedup,
             "payload_dtype": options.payload_dtype,
+            "recompute": options.recompute,
         },
         versions={"torch": torch.__version__.split("+")[0], "python": platform.python_version()},
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from disagmoe_compile.config import Options
 from disagmoe_compile.errors import PlanError
@@ -28,11 +30,32 @@ def with_sizing(options: Options, programs: ModelPrograms) -> Options:
         return options
     sizing = load_plan(options.plan)
     if not isinstance(sizing, Sizing):
-        return options
+        return _with_choices(options, sizing.options)
     fault = _other_model(sizing, programs) or _not_run(sizing) or _contradiction(sizing, options)
     if fault:
         raise PlanError(f"plan {options.plan} cannot be used: {fault}")
+    options = _with_choices(options, {"dedup": sizing.dedup, "recompute": _recompute(sizing)})
     return replace(options, **{name: getattr(sizing, name) for name in _SIZES})
+
+
+def _with_choices(options: Options, choices: Mapping[str, Any]) -> Options:
+    """Raises PlanError where an option that was given says something else."""
+    default = Options()
+    for name in ("dedup", "payload_dtype", "recompute"):
+        given = getattr(options, name)
+        planned = choices.get(name, given)  # a sizing says nothing of the payload
+        if given not in (planned, getattr(default, name)):
+            raise PlanError(
+                f"plan {options.plan} cannot be used: it has {name}={planned}, and the option says {given}; leave the option out"
+            )
+        options = replace(options, **{name: planned})
+    return options
+
+
+def _recompute(sizing: Sizing) -> str:
+    """As the option says it."""
+    sides = [side for side, what in sizing.recompute.items() if what == "stage"]
+    return "stage" if len(sides) == 2 else sides[0] if sides else "none"
 
 
 def _other_model(sizing: Sizing, programs: ModelPrograms) -> str | None:
@@ -48,13 +71,12 @@ def _other_model(sizing: Sizing, programs: ModelPrograms) -> str | None:
 def _not_run(sizing: Sizing) -> str | None:
     """What the planner can weigh and the runtime does not do yet: refused, never ignored."""
     for wanted, flag in (
-        ("stage" in sizing.recompute.values() and "recompute", "--recompute none"),
         (
             sizing.shared_experts_on == "ffn" and "shared experts on FFN ranks",
             "--shared-experts-on attention",
         ),
         (sizing.shard_optimizer and "sharded optimizer state", "no --shard-optimizer"),
-        (sizing.dedup != "rank" and f"dedup={sizing.dedup}", "--dedup rank"),
+        (sizing.dedup == "node" and "dedup=node", "--dedup rank"),
     ):
         if wanted:
             return f"it wants {wanted}, which this version does not run; plan again with {flag}"

@@ -12,7 +12,13 @@ import sympy
 import torch
 import torch.distributed as dist
 
-from disagmoe_compile.passes.aot import attention_key, compile_attention, compile_experts, experts_key
+from disagmoe_compile.passes.aot import (
+    RecomputedStage,
+    attention_key,
+    compile_attention,
+    compile_experts,
+    experts_key,
+)
 from disagmoe_compile.passes.program import (
     AttentionProgram,
     ExpertsProgram,
@@ -24,6 +30,7 @@ from disagmoe_compile.passes.program import (
 from disagmoe_compile.passes.program import ExpertParam as ParamOfAllExperts
 from disagmoe_compile.plan.exchange import RowExchange
 from disagmoe_compile.plan.ir import Plan
+from disagmoe_compile.plan.topology import Role
 from disagmoe_compile.runtime.stages import (
     AttentionStage,
     Boundary,
@@ -80,7 +87,9 @@ class StageBinder:
 
     def attention(self, plan: Plan, rank: int, micro: Sizes) -> dict[int, AttentionStage]:
         return {
-            program.stage: self._attention_stage(program, self._compile_attention(program, micro), micro)
+            program.stage: self._attention_stage(
+                program, self._keeping(plan, Role.ATTENTION, self._compile_attention(program, micro)), micro
+            )
             for program in self._attention_programs(plan, rank)
         }
 
@@ -90,11 +99,15 @@ class StageBinder:
             experts = plan.topology.experts_of(program.num_experts, plan.topology.index_in_group(rank))
             stages[program.stage] = ExpertStage(
                 index=program.stage,
-                compiled=self._compile_experts(program, len(experts)),
+                compiled=self._keeping(plan, Role.FFN, self._compile_experts(program, len(experts))),
                 params=tuple(self._expert_param(p, experts) for p in program.params),
                 experts=experts,
             )
         return stages
+
+    def _keeping(self, plan: Plan, role: Role, stage: CompiledStage) -> CompiledStage:
+        """The stage, keeping for its backward what the plan says."""
+        return RecomputedStage(stage) if self._training and plan.recomputes(role) else stage
 
     def _expert_param(self, param: ParamOfAllExperts, experts: range) -> ExpertParam:
         local = [param.inputs[e] for e in experts] if param.is_separate else list(param.inputs)

@@ -238,6 +238,10 @@ class Plan:
         sizes = {len(self.samples_of(member, i)) for member in range(members) for i in range(n)}
         return tuple(sorted(sizes - {0}, reverse=True))
 
+    def recomputes(self, role: Role) -> bool:
+        """Whether stages of this role keep only their inputs and run their forward again in the backward."""
+        return self.options.get("recompute", "none") in ("stage", role.value)
+
     @property
     def fingerprint(self) -> str:
         """SHA-256 (16 hex digits) of the serialised plan."""

@@ -2,7 +2,8 @@
 
     measured     `Durations.of_timeline`: means of a run's own timeline, per kind and stage; of its messages, per transfer; of
                  what the host spends on other actions, per kind
-    estimated    FLOPs of the plan's stages on a cluster; a backward takes twice its forward, half of it for each gradient
+    estimated    FLOPs of the plan's stages on a cluster; a backward takes twice its forward, half of it for each gradient, and
+                 once more where the plan recomputes it
 
 The size of a routed message is the expected one: rows = T x expected copies of a token / N, pairs = T k / N.
 """
@@ -59,10 +60,11 @@ class Durations:
         for stage in plan.stages:
             ranks = plan.topology.ffn_group_size if stage.role is Role.FFN else 1
             forward = stage.forward_flops / speed / ranks
+            again = forward if plan.recomputes(stage.role) else 0.0
             seconds |= {
                 (ActionKind.FORWARD, stage.index): forward,
-                (ActionKind.BACKWARD, stage.index): 2 * forward,
-                (ActionKind.BACKWARD_INPUT, stage.index): forward,
+                (ActionKind.BACKWARD, stage.index): again + 2 * forward,
+                (ActionKind.BACKWARD_INPUT, stage.index): again + forward,
                 (ActionKind.BACKWARD_WEIGHT, stage.index): forward,
             }
         nic = cluster.nic_bytes_per_s * cluster.efficiencies.network.value

@@ -8,11 +8,13 @@ from disagmoe_compile.passes.aot.cache import (
     experts_key,
 )
 from disagmoe_compile.passes.aot.experts import reference_experts
+from disagmoe_compile.passes.aot.recomputed import RecomputedStage
 from disagmoe_compile.passes.aot.stages import compile_attention, compile_experts
 
 __all__ = [
     "PROCESS_CACHE",
     "CompileStats",
+    "RecomputedStage",
     "StageCache",
     "attention_key",
     "compile_attention",

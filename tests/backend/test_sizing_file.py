@@ -40,6 +40,25 @@ def test_sizes_come_from_the_file(tmp_path: Path) -> None:
     assert (filled.n_microbatches, filled.microbatches_in_flight) == (2, 1)
 
 
+@pytest.mark.parametrize(
+    ("attention", "ffn", "option"),
+    [
+        ("none", "none", "none"),
+        ("stage", "none", "attention"),
+        ("none", "stage", "ffn"),
+        ("stage", "stage", "stage"),
+    ],
+)
+def test_recompute_of_either_side_and_deduplication_come_from_the_file(
+    tmp_path: Path, attention: str, ffn: str, option: str
+) -> None:
+    sizing = replace(SIZING, recompute={"attention": attention, "ffn": ffn}, dedup="none")
+    filled = with_sizing(options(tmp_path, sizing), PROGRAMS)
+    assert (filled.recompute, filled.dedup) == (option, "none")
+    with pytest.raises(PlanError, match="dedup=rank, and the option says none"):
+        with_sizing(options(tmp_path, replace(sizing, dedup="rank"), dedup="none"), PROGRAMS)
+
+
 def test_another_world_size_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"do not match the world size: attention_group_size=3.*world size 6"
@@ -52,7 +71,6 @@ def test_another_world_size_is_refused(tmp_path: Path) -> None:
     [
         ({"num_experts": 64}, "1 layers with 64 experts each, this model has 1 with 8"),
         ({"n_boundaries": 27}, "27 layers"),
-        ({"recompute": {"attention": "stage", "ffn": "none"}}, "recompute, which this version does not run"),
         ({"shared_experts_on": "ffn"}, "plan again with --shared-experts-on attention"),
         ({"shard_optimizer": True}, "sharded optimizer state"),
         ({"dedup": "node"}, "dedup=node"),
