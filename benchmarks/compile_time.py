@@ -19,7 +19,8 @@ from dataclasses import replace
 import torch
 from measuring import Clock, build, cpu_seconds, machine, table, traced
 
-from disagmoe_compile.backend.planning import choose_topology, make_plan, microbatch_sizes
+from disagmoe_compile.backend.planning import make_plan, microbatch_sizes
+from disagmoe_compile.backend.sizing import choose_sizes
 from disagmoe_compile.backend.stage_binding import bind_boundaries
 from disagmoe_compile.config import Options
 from disagmoe_compile.passes.aot import StageCache, compile_attention, compile_experts
@@ -40,7 +41,7 @@ def measure(source: str, n_layers: int, compiler: str) -> dict[str, object]:
         programs = replace(programs, attention=tuple(without_outputs(p) for p in programs.attention))
     sizes = graph.sizes(arguments)
     with clock("plan"):
-        topology = choose_topology(programs, sizes, OPTIONS, world_size=4)
+        topology, _ = choose_sizes(programs, sizes, OPTIONS, world_size=4)
         plan = make_plan(programs, graph.parameter_names(), sizes, topology, OPTIONS, partition.fingerprint)
     micro = microbatch_sizes(programs, sizes, plan.workload.microbatch_size)
     cache = StageCache()

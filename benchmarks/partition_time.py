@@ -15,7 +15,8 @@ import sys
 import torch
 from measuring import Clock, build, machine, table, traced
 
-from disagmoe_compile.backend.planning import choose_topology, make_plan
+from disagmoe_compile.backend.planning import make_plan
+from disagmoe_compile.backend.sizing import choose_sizes
 from disagmoe_compile.config import Options
 from disagmoe_compile.passes.pipeline import partition_model
 from disagmoe_compile.plan.serialize import to_dict
@@ -34,7 +35,7 @@ def measure_model(source: str, n_layers: int) -> dict[str, object]:
         partition = partition_model(graph)
     sizes = graph.sizes(arguments)
     with clock("plan"):
-        topology = choose_topology(partition.programs, sizes, OPTIONS, world_size=4)
+        topology, _ = choose_sizes(partition.programs, sizes, OPTIONS, world_size=4)
         make_plan(
             partition.programs, graph.parameter_names(), sizes, topology, OPTIONS, partition.fingerprint
         )

@@ -1,4 +1,4 @@
-"""Which rank holds which rows of which parameter, read off a plan. Pure arithmetic, the same on all ranks."""
+"""Which rank holds which rows of which parameter, read off a plan's stages. Pure arithmetic, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from disagmoe_compile.errors import UnsupportedModelError
-from disagmoe_compile.plan.ir import Plan, Stage
-from disagmoe_compile.plan.topology import Group
+from disagmoe_compile.plan.ir import Stage
+from disagmoe_compile.plan.topology import Group, Topology
 
 Rows = tuple[int, int]  # first row of dimension 0, and the one after the last
 
@@ -61,7 +61,9 @@ class ParameterPlacement:
         return rank in self.ranges and (self.is_sharded or rank == min(self.ranges))
 
 
-def placements(plan: Plan, shapes: Mapping[str, Sequence[int]]) -> dict[str, ParameterPlacement]:
+def placements(
+    stages: Sequence[Stage], topology: Topology, shapes: Mapping[str, Sequence[int]]
+) -> dict[str, ParameterPlacement]:
     """Placement of every parameter that a stage uses; `shapes` are the global ones.
 
     Attention parameters are whole on every rank of their group. Parameters stacked over experts are split by
@@ -70,12 +72,12 @@ def placements(plan: Plan, shapes: Mapping[str, Sequence[int]]) -> dict[str, Par
     dimension 0 does not divide into experts.
     """
     found: dict[str, ParameterPlacement] = {}
-    trained = {fqn for stage in plan.stages for fqn in stage.owned_fqns}
-    for stage in plan.stages:
-        group = plan.topology.group_of_stage(stage.index)
+    trained = {fqn for stage in stages for fqn in stage.owned_fqns}
+    for stage in stages:
+        group = topology.group_of_stage(stage.index)
         for fqn in stage.param_fqns:
             shape = tuple(shapes[fqn])
-            ranges = _ranges(plan, stage, fqn, shape)
+            ranges = _ranges(topology, stage, fqn, shape)
             before = found.get(fqn)
             if before is None:
                 found[fqn] = ParameterPlacement(fqn, shape, group, ranges)
@@ -84,11 +86,11 @@ def placements(plan: Plan, shapes: Mapping[str, Sequence[int]]) -> dict[str, Par
     return found
 
 
-def _ranges(plan: Plan, stage: Stage, fqn: str, shape: tuple[int, ...]) -> dict[int, Rows | None]:
-    ranks, num_experts = plan.topology.ranks_of_stage(stage.index), stage.num_experts
+def _ranges(topology: Topology, stage: Stage, fqn: str, shape: tuple[int, ...]) -> dict[int, Rows | None]:
+    ranks, num_experts = topology.ranks_of_stage(stage.index), stage.num_experts
     if num_experts is None or len(ranks) == 1:
         return dict.fromkeys(ranks)
-    owned = {rank: plan.topology.experts_of(num_experts, index) for index, rank in enumerate(ranks)}
+    owned = {rank: topology.experts_of(num_experts, index) for index, rank in enumerate(ranks)}
     if fqn in stage.expert_of:
         return {rank: None for rank, experts in owned.items() if stage.expert_of[fqn] in experts}
     if not shape or shape[0] % num_experts:

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from disagmoe_compile.backend.planning import choose_topology, make_plan
+from disagmoe_compile.backend.plan_stages import Sizes, holding_stages
+from disagmoe_compile.backend.planning import choose_workload
+from disagmoe_compile.backend.sizing import choose_sizes
 from disagmoe_compile.capture import CapturedGraph, root_module
 from disagmoe_compile.config import Options
 from disagmoe_compile.errors import DisagMoEError, InputError
@@ -32,7 +34,10 @@ from disagmoe_compile.runtime.transport.process_group import ProcessGroupTranspo
 
 @dataclass(frozen=True, slots=True)
 class BoundModel:
+    """`in_flight`: micro-batches that the planner wants under way in one direction; None where nothing was planned."""
+
     topology: Topology
+    in_flight: int | None
     groups: PipelineGroups
     binding: Binding
     transport: ProcessGroupTransport
@@ -60,19 +65,21 @@ def bound_model(captured: CapturedGraph, partition: PartitionResult, options: Op
     sizes = captured.sizes(captured.example_inputs)
     known = _MODELS.get(root)
     if known is None:
-        topology = Topology(
-            **json.loads(from_rank_zero(lambda: _topology_text(partition, sizes, options), world))
-        )
+        chosen = json.loads(from_rank_zero(lambda: _sizes_text(partition, sizes, options), world))
+        topology, in_flight = Topology(**chosen["topology"]), chosen["in_flight"]
     else:
-        topology = known.topology
-    plan = make_plan(partition.programs, fqns, sizes, topology, options, partition.fingerprint)
-    where = placements(plan, {fqn: p.shape for fqn, p in parameters.items()})
+        topology, in_flight = known.topology, known.in_flight
+    choose_workload(
+        partition.programs, sizes, topology, options
+    )  # refuse a batch that does not divide before anything is bound
+    stages = holding_stages(partition.programs, fqns, topology)
+    where = placements(stages, topology, {fqn: p.shape for fqn, p in parameters.items()})
     if known is None:
         groups = PipelineGroups.create(topology, options.timeout_s)
         binding = bind(parameters, where, dist.get_rank(), groups.world)
         OPTIMIZER_GUARD.watch(binding, on_first_step=install(root, binding, groups))
         transport = ProcessGroupTransport(topology, groups.lanes, groups.replicas, options.timeout_s)
-        known = _MODELS[root] = BoundModel(topology, groups, binding, transport)
+        known = _MODELS[root] = BoundModel(topology, in_flight, groups, binding, transport)
     else:
         known.binding.extend(parameters, where)
         OPTIMIZER_GUARD.watch(known.binding)
@@ -93,9 +100,15 @@ def _take_from_rank_zero(buffer: torch.Tensor, group: dist.ProcessGroup) -> None
         buffer.detach().copy_(values)
 
 
-def _topology_text(partition: PartitionResult, sizes: object, options: Options) -> str:
-    topology = choose_topology(partition.programs, sizes, options, dist.get_world_size())  # type: ignore[arg-type]
-    return json.dumps({name: getattr(topology, name) for name in Topology.__slots__})
+def _sizes_text(partition: PartitionResult, sizes: Sizes, options: Options) -> str:
+    topology, chosen = choose_sizes(partition.programs, sizes, options, dist.get_world_size())
+    is_given = options.microbatches_in_flight is not None or options.plan is not None
+    return json.dumps(
+        {
+            "topology": {name: getattr(topology, name) for name in Topology.__slots__},
+            "in_flight": None if is_given else chosen.microbatches_in_flight,
+        }
+    )
 
 
 def from_rank_zero(make: Callable[[], str], group: dist.ProcessGroup) -> str:

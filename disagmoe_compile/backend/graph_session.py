@@ -4,36 +4,48 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from disagmoe_compile.backend.bound_model import BoundModel, from_rank_zero
-from disagmoe_compile.backend.planning import load_plan_for, make_plan, microbatch_sizes
+from disagmoe_compile.backend.planning import all_microbatch_sizes, choose_workload, load_plan_for, make_plan
 from disagmoe_compile.backend.stage_binding import Sizes, StageBinder, bind_boundaries
 from disagmoe_compile.capture import CapturedGraph, symbol_values
 from disagmoe_compile.config import Options
-from disagmoe_compile.errors import UnsupportedModelError
 from disagmoe_compile.inspect.dump import GraphDumper
 from disagmoe_compile.inspect.structured import structured_trace
 from disagmoe_compile.passes.pipeline import PartitionResult
+from disagmoe_compile.passes.probe import check_order_of_samples
 from disagmoe_compile.passes.program import InputKind, LossProgram, ModelPrograms, bind
 from disagmoe_compile.passes.programs import without_outputs
 from disagmoe_compile.passes.step_graph import step_graph
+from disagmoe_compile.plan.action import Action
 from disagmoe_compile.plan.ir import Plan
+from disagmoe_compile.plan.phases import phases
 from disagmoe_compile.plan.serialize import from_dict, to_dict
-from disagmoe_compile.plan.topology import Role
+from disagmoe_compile.plan.topology import Group, Role
 from disagmoe_compile.runtime.attention_worker import AttentionWorker
 from disagmoe_compile.runtime.buffer_sums import BufferUpdate
 from disagmoe_compile.runtime.executor import Executor
 from disagmoe_compile.runtime.expert_worker import ExpertWorker
 from disagmoe_compile.runtime.failure import default_store
-from disagmoe_compile.runtime.session import Loss, Output, Prepared, Session
-from disagmoe_compile.runtime.worker import Worker
+from disagmoe_compile.runtime.outputs import Output
+from disagmoe_compile.runtime.session import Loss, Prepared, Session
 
 logger = logging.getLogger(__name__)
+
+
+_NOT_GATHERED = (
+    'is spread over ranks and was not gathered while training; pass options={"gather_outputs": True} to torch.compile to have '
+    "it on every rank"
+)
+_MIXED = (
+    "is made of several samples and has no dimension of them, so it cannot be put together from ranks that each see a part of "
+    "the batch: return what it is made of, for each sample, and put it together outside the model"
+)
 
 
 def make_session(
@@ -41,31 +53,20 @@ def make_session(
 ) -> Session:
     """Nothing is compiled yet: that happens at the first call, before any receive is posted.
 
-    Raises UnsupportedModelError for outputs that cannot be had from ranks that each see a part of the batch.
+    Raises UnsupportedModelError for outputs whose rows are not in the order of the samples.
     """
     programs = partition.programs
     trains = torch.is_grad_enabled() and any(output.requires_grad for output in programs.outputs)
-    if trains and programs.loss is None:
-        raise UnsupportedModelError(
-            "the model returns no scalar loss, and a loss computed outside the model is not supported over several ranks "
-            "by this version: pass labels to the model, or call it under torch.no_grad()"
-        )
-    needs_gradient = [
-        one.name for one in captured.inputs if one.kind is InputKind.INPUT and one.requires_grad
-    ]
-    if trains and needs_gradient:
-        raise UnsupportedModelError(
-            f"input {needs_gradient[0]} requires a gradient, which several ranks do not send back in this version: compile the "
-            "module that makes it together with the model, or detach() it"
-        )
-    if not trains or options.gather_outputs:
-        _check_gatherable(programs)
-    prepare = _Preparer(captured, partition, model, options, trains)
+    two_phases = trains and programs.needs_two_phases(options.gather_outputs)
+    outputs = outputs_of(programs, gathers=two_phases or not trains or options.gather_outputs)
+    if any(output.is_gathered for output in outputs):
+        check_order_of_samples(programs, captured, [one.index for one in outputs if one.is_gathered])
+    prepare = _Preparer(captured, partition, model, options, outputs, trains=trains, two_phases=two_phases)
     return Session(
         binding=model.binding,
         prepare=prepare,
         loss=None if programs.loss is None else make_loss(programs.loss),
-        outputs=[Output(o.index, o.dtype, o.stage, o.constant) for o in programs.outputs],
+        outputs=outputs,
         buffer_updates=[
             BufferUpdate(update.buffer.position, update.in_place, update.output)
             for update in programs.buffer_updates
@@ -74,11 +75,30 @@ def make_session(
         inputs=[
             i for i, one in enumerate(captured.inputs) if one.kind in (InputKind.INPUT, InputKind.SYMBOL)
         ],
+        input_gradients=[
+            i
+            for i, one in enumerate(captured.inputs)
+            if trains and one.kind is InputKind.INPUT and one.requires_grad
+        ],
         uses_rng=any(program.uses_rng for program in programs.attention),
         trains=trains,
-        gather_outputs=options.gather_outputs,
+        two_phases=two_phases,
         world=model.groups.world,
     )
+
+
+def outputs_of(programs: ModelPrograms, *, gathers: bool) -> list[Output]:
+    """What the script gets of each output of the model: the loss in any case, the others where it `gathers`."""
+    loss = programs.loss.output_index if programs.loss else None
+    outputs = []
+    for one in programs.outputs:
+        missing = None
+        if one.stage is not None and one.index != loss:
+            missing = _MIXED if one.is_mixed else None if gathers else _NOT_GATHERED
+        outputs.append(
+            Output(one.index, one.dtype, one.stage, one.constant, one.requires_grad, one.batch_dim, missing)
+        )
+    return outputs
 
 
 def make_loss(program: LossProgram) -> Loss:
@@ -90,16 +110,6 @@ def make_loss(program: LossProgram) -> Loss:
     return Loss(program.output_index, program.dtype, program.coefficients, denominators)
 
 
-def _check_gatherable(programs: ModelPrograms) -> None:
-    loss = programs.loss.output_index if programs.loss else None
-    for output in programs.outputs:
-        if output.stage is not None and output.index != loss and not output.per_sample:
-            raise UnsupportedModelError(
-                f"output {output.index} of the model (shape {output.shape}) is neither a loss nor has the batch as its first "
-                "dimension, so it cannot be put together from ranks that each see some samples: do not return it"
-            )
-
-
 class _Preparer:
     """From the arguments of a call to a plan that is ready to run, remembered by sizes."""
 
@@ -109,18 +119,21 @@ class _Preparer:
         partition: PartitionResult,
         model: BoundModel,
         options: Options,
+        outputs: Sequence[Output],
+        *,
         trains: bool,
+        two_phases: bool,
     ) -> None:
         self._fqns, self._inputs, self._fingerprint = (
             captured.parameter_names(),
             captured.inputs,
             partition.fingerprint,
         )
-        self._model, self._options, self._trains = model, options, trains
-        programs = partition.programs
-        if trains and not options.gather_outputs:
-            programs = replace(programs, attention=tuple(without_outputs(p) for p in programs.attention))
-        self._programs, self._outputs = programs, partition.programs.outputs
+        self._model, self._options = model, options
+        self._trains, self._two_phases = trains, two_phases
+        programs, gathered = partition.programs, [one.index for one in outputs if one.is_gathered]
+        attention = tuple(without_outputs(program, gathered) for program in programs.attention)
+        self._programs = replace(programs, attention=attention)
         self._n_passes = len(partition.reports)
         self._trace = structured_trace(captured)
         self._prepared: dict[tuple[tuple[str, int], ...], Prepared] = {}
@@ -137,34 +150,49 @@ class _Preparer:
         plan = from_dict(json.loads(from_rank_zero(lambda: json.dumps(to_dict(self._plan(sizes))), world)))
         if rank == 0:
             self._show(plan)
-        micro = microbatch_sizes(self._programs, sizes, plan.workload.microbatch_size)
-        device = torch.device("cpu")
+        micros = all_microbatch_sizes(self._programs, sizes, plan)
         binder = StageBinder(
             self._programs,
             self._fqns,
             compiler=self._options.stage_compiler,
             training=self._trains,
-            device=device,
+            device=torch.device("cpu"),
         )
         if self._options.stage_compiler == "inductor":
-            binder.compile_classes_once(plan, rank, micro, world)
-        boundaries = bind_boundaries(self._programs, plan, micro)
-        transport = self._model.transport
-        worker: Worker
-        if plan.topology.group_of_rank(rank).role is Role.ATTENTION:
-            worker = AttentionWorker(
-                plan, rank, binder.attention(plan, rank, micro), boundaries, transport, device
-            )
-        else:
-            worker = ExpertWorker(plan, rank, binder.experts(plan, rank), boundaries, transport, device)
-        schedule = plan.training if self._trains else plan.forward_only
-        assert schedule is not None
+            binder.compile_classes_once(plan, rank, micros, world)
+        new_executor = self._executors(plan, rank, binder, micros)
+        executor = new_executor()
+        actions, backward_actions = self._actions(plan, executor.worker.group)
         return Prepared(
             plan=plan,
-            executor=Executor(plan, worker, default_store()),
-            actions=schedule.of(worker.group),
-            output_shapes={o.index: bind(o.shape, sizes) for o in self._outputs if o.stage is not None},
+            executor=executor,
+            new_executor=new_executor,
+            actions=actions,
+            backward_actions=backward_actions,
+            output_shapes={
+                o.index: bind(o.shape, sizes) for o in self._programs.outputs if o.stage is not None
+            },
         )
+
+    def _executors(
+        self, plan: Plan, rank: int, binder: StageBinder, micros: Mapping[int, Sizes]
+    ) -> Callable[[], Executor]:
+        """Makes executors that share the compiled stages and nothing else."""
+        transport, device, store = self._model.transport, torch.device("cpu"), default_store()
+        if plan.topology.group_of_rank(rank).role is Role.ATTENTION:
+            sized = binder.attention(plan, rank, micros)
+            return lambda: Executor(plan, AttentionWorker(plan, rank, sized, transport, device), store)
+        experts = binder.experts(plan, rank)
+        boundaries = bind_boundaries(self._programs, plan, micros[plan.workload.microbatch_size])
+        return lambda: Executor(plan, ExpertWorker(plan, rank, experts, boundaries, transport, device), store)
+
+    def _actions(self, plan: Plan, group: Group) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
+        if self._two_phases:
+            first, second = phases(plan)
+            return first[group], second[group]
+        schedule = plan.training if self._trains else plan.forward_only
+        assert schedule is not None
+        return schedule.of(group), ()
 
     def _show(self, plan: Plan) -> None:
         """The plan and its training step, where dumps or a structured trace are wanted."""
@@ -188,7 +216,9 @@ class _Preparer:
             GraphDumper(self._options.trace_dir).write(f"{name}.py", step, header)
 
     def _plan(self, sizes: Sizes) -> Plan:
-        plan = make_plan(
-            self._programs, self._fqns, sizes, self._model.topology, self._options, self._fingerprint
-        )
+        model, options = self._model, self._options
+        if model.in_flight is not None and options.microbatches_in_flight is None and options.plan is None:
+            n = choose_workload(self._programs, sizes, model.topology, options).n_microbatches
+            options = replace(options, microbatches_in_flight=min(model.in_flight, -(-n // 2)))
+        plan = make_plan(self._programs, self._fqns, sizes, model.topology, options, self._fingerprint)
         return load_plan_for(self._options.plan, plan) if self._options.plan else plan

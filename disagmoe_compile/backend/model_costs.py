@@ -43,6 +43,7 @@ def traced_costs(programs: ModelPrograms, sizes: Sizes, *, name: str = "traced m
     attention = [counter.attention(program) for program in programs.attention]
     before = programs.attention[: programs.n_boundaries]
     experts = [counter.experts(e, tokens_of(a, sizes)) for a, e in zip(before, programs.experts)]
+    fewest = min(e.num_experts for e in programs.experts)
     return ModelCosts(
         name=name,
         seq_length=max(1, tokens_of(before[0], sizes) // counter.samples),
@@ -54,8 +55,8 @@ def traced_costs(programs: ModelPrograms, sizes: Sizes, *, name: str = "traced m
         head=attention[-1],
         token_bytes=max(e.in_features * e.token_dtype.itemsize for e in programs.experts),
         residual_bytes_per_token=max(_carried_bytes(a, sizes) // tokens_of(a, sizes) for a in before),
-        num_experts=min(e.num_experts for e in programs.experts),
-        top_k=max(e.top_k for e in programs.experts),
+        num_experts=fewest,
+        top_k=min(fewest, max(e.top_k for e in programs.experts)),
         tied_embeddings=programs.tied_head,
     )
 

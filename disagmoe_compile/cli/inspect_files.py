@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from disagmoe_compile.backend.planning import choose_topology, make_plan
+from disagmoe_compile.backend.planning import make_plan
+from disagmoe_compile.backend.sizing import choose_sizes
 from disagmoe_compile.config import Options
 from disagmoe_compile.errors import DisagMoEError
 from disagmoe_compile.inspect.diff import count_operations
@@ -74,7 +75,7 @@ def _plan(captured: CapturedGraph, partition: PartitionResult, sizes: Sizes) -> 
         n_microbatches=sizes.n_microbatches,
     )
     values = captured.sizes(captured.example_inputs)
-    topology = choose_topology(partition.programs, values, options, sizes.world_size)
+    topology, options = choose_sizes(partition.programs, values, options, sizes.world_size)
     names = captured.parameter_names()
     return make_plan(partition.programs, names, values, topology, options, partition.fingerprint)
 

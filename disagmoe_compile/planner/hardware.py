@@ -90,11 +90,6 @@ class Cluster:
         return self.nodes * self.nics_per_node
 
     @property
-    def has_nic_per_gpu(self) -> bool:
-        """Then a group of ranks brings its own NICs, and they cannot be shared out freely."""
-        return self.gpus_per_node == self.nics_per_node
-
-    @property
     def ridge_flops_per_byte(self) -> float:
         """Reached FLOP/s of large matmuls over reached bytes/s of memory: below it reading the weights takes longer."""
         reached = self.efficiencies

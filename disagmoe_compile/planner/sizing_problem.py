@@ -33,16 +33,20 @@ class TrainingWorkload:
     """What one step trains on: exactly `global_batch_size` sequences, or at most `sequences_per_gpu` a GPU.
 
     Exactly means that M b n must equal it. With `sequences_per_gpu` the step takes the largest M b n up to that, so that M needs
-    not divide anything. `micro_batch_size` fixes b.
+    not divide anything. `micro_batch_size` fixes b, `n_microbatches` fixes n. `fills_pipeline`: b and n are not chosen, they are
+    those that `torch.compile` takes where nobody says (`microbatches_that_fill`).
     """
 
     seq_length: int
     global_batch_size: int | None = None
     sequences_per_gpu: int | None = None
     micro_batch_size: int | None = None
+    n_microbatches: int | None = None
+    fills_pipeline: bool = False
 
     def __post_init__(self) -> None:
-        _require_whole(self, [f.name for f in fields(self) if getattr(self, f.name) is not None])
+        counts = [f.name for f in fields(self) if f.name != "fills_pipeline"]
+        _require_whole(self, [name for name in counts if getattr(self, name) is not None])
         if (self.global_batch_size is None) == (self.sequences_per_gpu is None):
             raise InputError(
                 "give either global_batch_size or sequences_per_gpu, got "
@@ -55,6 +59,11 @@ class TrainingWorkload:
             return self.global_batch_size
         assert self.sequences_per_gpu is not None
         return self.sequences_per_gpu * gpus
+
+
+def microbatches_that_fill(share: int, groups: int) -> int:
+    """Micro-batches of an attention rank with `share` samples: as many as divide them, at most the 8p that fill a pipeline."""
+    return max(n for n in range(1, min(share, 8 * groups) + 1) if share % n == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,15 +210,25 @@ class SizingProblem:
             if attention % step == 0 and is_wanted:
                 yield attention, ffn
 
-    def micro_batches(self, attention: int) -> Iterator[tuple[int, int]]:
+    def micro_batches(self, groups: int, attention: int) -> Iterator[tuple[int, int]]:
         """(b, n) for M attention ranks: M b n is the batch asked for, or the largest number up to it."""
         wanted = self.workload.sequences(self.cluster.gpus)
-        fixed = self.workload.micro_batch_size
-        sizes: Sequence[int] = [2**i for i in range(MOST_SEQUENCES_A_MICROBATCH.bit_length())]
-        for size in sizes if fixed is None else (fixed,):
-            count, rest = divmod(wanted, attention * size)
-            if count and (rest == 0 or self.workload.global_batch_size is None):
+        for size, count in self._shares(groups, wanted // attention):
+            used = attention * size * count
+            if used == wanted or (0 < used < wanted and self.workload.global_batch_size is None):
                 yield size, count
+
+    def _shares(self, groups: int, share: int) -> Iterator[tuple[int, int]]:
+        """(b, n) to try where an attention rank has `share` sequences; 0 where it has too few."""
+        size, count = self.workload.micro_batch_size, self.workload.n_microbatches
+        if count is None and size is None and self.workload.fills_pipeline and share:
+            count = microbatches_that_fill(share, groups)
+        if count is not None:
+            yield share // count if size is None else size, count
+            return
+        powers = [2**i for i in range(MOST_SEQUENCES_A_MICROBATCH.bit_length())]
+        for one in powers if size is None else (size,):
+            yield one, share // one
 
     def sides_of_shared_experts(self) -> tuple[bool, ...]:
         """Whether shared experts may run on FFN ranks. A model without any has nothing to choose: attention."""
@@ -223,13 +242,17 @@ class SizingProblem:
             Layout(groups, attention, ffn, size, count, side)
             for groups in self.depths()
             for attention, ffn in self.group_sizes(groups)
-            for size, count in self.micro_batches(attention)
+            for size, count in self.micro_batches(groups, attention)
             for side in self.sides_of_shared_experts()
         ]
 
     def policies(self, groups: int) -> list[Policy]:
-        """In flight: powers of two and p times them up to 8p; 4p keeps all groups busy both ways, 8p halves the stalls."""
+        """In flight: powers of two and p times them up to 8p; 4p keeps all groups busy both ways, 8p halves the stalls. Every
+        number up to 4p where micro-batches are those that fill the pipeline, of which there are no more than 8p.
+        """
         in_flight = sorted({q for i in range(4) for q in (2**i, groups * 2**i) if q <= 8 * groups})
+        if self.workload.fills_pipeline:
+            in_flight = list(range(1, 4 * groups + 1))
         recompute = (False, True) if self.options.recompute is None else (self.options.recompute,)
         shard = (False, True) if self.options.shard_optimizer is None else (self.options.shard_optimizer,)
         return [Policy(a, f, s, q) for a in recompute for f in recompute for s in shard for q in in_flight]

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
+from disagmoe_compile.backend import sizing
 from disagmoe_compile.backend.model_costs import traced_costs
-from disagmoe_compile.backend.planning import choose_topology, choose_workload
+from disagmoe_compile.backend.planning import choose_workload
+from disagmoe_compile.backend.sizing import choose_sizes
 from disagmoe_compile.config import Options
 from disagmoe_compile.errors import InputError
 from disagmoe_compile.models.hf import build
-from disagmoe_compile.planner.cost_model import StageCosts
+from disagmoe_compile.plan.topology import Topology
+from disagmoe_compile.planner.exhaustive import ranked
+from disagmoe_compile.planner.hardware import local_cpu
+from disagmoe_compile.planner.sizing_problem import (
+    SizingOptions,
+    SizingProblem,
+    TrainingState,
+    TrainingWorkload,
+)
+from disagmoe_compile.planner.step_costs import ModelCosts
 from disagmoe_compile.testing.virtual import CapturedCall, capture_call
 
 
@@ -30,25 +43,64 @@ def wide() -> CapturedCall:
     return captured(moe_intermediate_size=512)
 
 
-def split(call: CapturedCall, world_size: int, **options: object) -> tuple[int, int, int]:
+def sized(call: CapturedCall, world_size: int, **options: object) -> tuple[Topology, Options]:
     sizes = call.captured.sizes(call.arguments)
-    topology = choose_topology(call.partition.programs, sizes, Options(**options), world_size)  # type: ignore[arg-type]
+    return choose_sizes(call.partition.programs, sizes, Options(**options), world_size)  # type: ignore[arg-type]
+
+
+def split(call: CapturedCall, world_size: int, **options: object) -> tuple[int, int, int]:
+    topology, _ = sized(call, world_size, **options)
     return topology.attention_group_size, topology.ffn_group_size, topology.attention_groups
 
 
 def test_a_model_with_wide_experts_gets_more_ffn_ranks_than_one_with_narrow_experts(narrow, wide):
-    assert split(narrow, 8) == (6, 2, 1)
-    assert split(wide, 8) == (1, 7, 1)
+    assert split(narrow, 4) == (2, 2, 1)
+    assert split(wide, 4) == (1, 3, 1)
 
 
 def test_costs_are_those_of_the_traced_graph(narrow, wide):
-    thin = StageCosts.mean(traced_costs(narrow.partition.programs, narrow.captured.sizes(narrow.arguments)))
-    thick = StageCosts.mean(traced_costs(wide.partition.programs, wide.captured.sizes(wide.arguments)))
+    thin = traced_costs(narrow.partition.programs, narrow.captured.sizes(narrow.arguments))
+    thick = traced_costs(wide.partition.programs, wide.captured.sizes(wide.arguments))
     pairs = 16 * 2  # of one sample
-    assert thin.ffn_flops == pairs * 6 * 64 * 16  # three matmuls of a gated MLP, two FLOPs a multiply-add
-    assert thick.ffn_flops == 32 * thin.ffn_flops
-    assert thick.attention_flops == thin.attention_flops
-    assert thin.exchange_bytes == pairs * 64 * 4
+    assert (
+        thin.experts[0].forward_flops == pairs * 6 * 64 * 16
+    )  # three matmuls of a gated MLP, two FLOPs a multiply-add
+    assert thick.experts[0].forward_flops == 32 * thin.experts[0].forward_flops
+    assert thick.attention == thin.attention
+    assert thin.token_bytes == 64 * 4
+
+
+def test_other_costs_of_the_same_graph_are_another_split(narrow, monkeypatch):
+    """The planner sees what is counted, and nothing else of the graph."""
+
+    def with_slow_experts(*arguments: object) -> ModelCosts:
+        costs = traced_costs(*arguments)  # type: ignore[arg-type]
+        heavy = [
+            dataclasses.replace(e, forward_flops=50 * e.forward_flops, backward_flops=50 * e.backward_flops)
+            for e in costs.experts
+        ]
+        return dataclasses.replace(costs, experts=tuple(heavy))
+
+    assert split(narrow, 4) == (2, 2, 1)
+    monkeypatch.setattr(sizing, "traced_costs", with_slow_experts)
+    assert split(narrow, 4) == (1, 3, 1)
+
+
+def test_the_choice_is_that_of_the_planner_of_the_command(narrow):
+    """The same problem searched exhaustively: no choice has more tokens a second."""
+    programs, sizes = narrow.partition.programs, narrow.captured.sizes(narrow.arguments)
+    costs = traced_costs(programs, sizes)
+    workload = TrainingWorkload(costs.seq_length, global_batch_size=12, fills_pipeline=True)
+    state = TrainingState(weight_bytes=4, gradient_bytes=4, optimizer_bytes=8)
+    options = SizingOptions(recompute=False, shared_experts_on="attention", state=state)
+    best = ranked(SizingProblem(costs, local_cpu(8), workload, options))[0][1]
+    topology, chosen = sized(narrow, 8)
+    assert best.layout.sizes == (
+        topology.attention_groups,
+        topology.attention_group_size,
+        topology.ffn_group_size,
+    )
+    assert best.policy.in_flight == chosen.microbatches_in_flight
 
 
 @pytest.mark.parametrize(
@@ -79,8 +131,6 @@ def test_sizes_that_do_not_multiply_up_to_the_world_size_are_named(narrow, optio
 
 def test_as_many_microbatches_as_divide_the_batch_up_to_the_pipelines_fill(narrow):
     sizes = narrow.captured.sizes(narrow.arguments)
-    topology = choose_topology(
-        narrow.partition.programs, sizes, Options(attention_group_size=1, ffn_group_size=1), 2
-    )
+    topology, _ = sized(narrow, 2, attention_group_size=1, ffn_group_size=1)
     workload = choose_workload(narrow.partition.programs, sizes, topology, Options())
     assert (workload.n_microbatches, workload.microbatch_size, workload.tokens_per_sample) == (6, 2, 16)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from disagmoe_compile.backend.planning import choose_topology
+from disagmoe_compile.backend.sizing import choose_sizes
 from disagmoe_compile.backend.sizing_file import with_sizing
 from disagmoe_compile.config import Options
 from disagmoe_compile.errors import InputError, PlanError
@@ -34,9 +34,8 @@ def options(folder: Path, sizing: Sizing = SIZING, **given: Any) -> Options:
 
 
 def test_sizes_come_from_the_file(tmp_path: Path) -> None:
-    topology = choose_topology(PROGRAMS, {}, options(tmp_path), 4)
+    topology, filled = choose_sizes(PROGRAMS, {}, options(tmp_path), 4)
     assert (topology.attention_group_size, topology.ffn_group_size) == (3, 1)
-    filled = with_sizing(options(tmp_path), PROGRAMS)
     assert (filled.n_microbatches, filled.microbatches_in_flight) == (2, 1)
 
 
@@ -63,7 +62,7 @@ def test_another_world_size_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"do not match the world size: attention_group_size=3.*world size 6"
     ):
-        choose_topology(PROGRAMS, {}, options(tmp_path), 6)
+        choose_sizes(PROGRAMS, {}, options(tmp_path), 6)
 
 
 @pytest.mark.parametrize(

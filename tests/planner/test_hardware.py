@@ -64,7 +64,7 @@ def test_an_unknown_or_unclear_name_lists_the_known(name: str, message: str) -> 
 def test_the_local_cpu_is_marked_assumed_and_has_a_link_for_each_rank() -> None:
     here = local_cpu(4)
     assert here.gpu.is_assumed and here.to_dict()["assumed"]
-    assert (here.gpus, here.nics, here.has_nic_per_gpu) == (4, 4, True)
+    assert (here.gpus, here.nics) == (4, 4)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True])
