@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -80,6 +80,39 @@ def coupled_by_numbers(
                 else:
                     probe.check_buffer_deltas(program)
     return tuple(lines)
+
+
+def check_order_of_samples(
+    programs: ModelPrograms, captured: CapturedGraph, outputs: Collection[int]
+) -> None:
+    """Of `outputs` (indices), those with several rows for each sample, and those with the samples in a later dimension, must have
+    the rows of a sample beside each other, sample after sample: only then do parts of the batch make up the whole.
+
+    Raises UnsupportedModelError naming the output whose rows, of the last of a few samples, differ from that sample's alone.
+    """
+    symbol = captured.batch_symbol
+    if symbol is None:
+        return
+    in_doubt = {
+        one.index
+        for one in programs.outputs
+        if one.index in outputs and one.batch_dim is not None and one.shape[one.batch_dim] != symbol
+    }
+    sizes = captured.sizes(captured.example_inputs)
+    n_samples = min(_SAMPLES, sizes[symbol])
+    probe = _Probe(captured, programs, {**sizes, symbol: n_samples}, symbol)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for program in programs.attention:
+            for index in sorted(in_doubt & program.model_outputs.keys()):
+                dim = programs.outputs[index].batch_dim
+                assert dim is not None
+                if not probe.follows_samples(program, program.model_outputs[index], dim):
+                    raise UnsupportedModelError(
+                        f"output {index} of the model (shape {programs.outputs[index].shape}) has rows of several samples whose "
+                        "order is not that of the samples, or that depend on other samples, so parts of the batch do not make up "
+                        "the whole: return it with the batch as its first dimension"
+                    )
 
 
 class _Probe:
@@ -169,6 +202,19 @@ class _Probe:
             None,
         )
         return None if mixing is None else describe(mixing)
+
+    def follows_samples(self, program: AttentionProgram, position: int, dim: int) -> bool:
+        """Whether the last sample's rows of an output are those that it has alone. Ids are compared too: their order tells."""
+        if program.uses_rng or any(self._cannot_slice(i) for i in program.inputs):
+            return False
+        inputs = self._whole(program.inputs)
+        whole: torch.Tensor = _Run(program.module).run(*inputs)[position]
+        alone = self._of_sample(program.inputs, inputs, self.n_samples - 1)
+        part: torch.Tensor = _Run(program.module).run(*alone)[position]
+        last = whole.narrow(dim, whole.shape[dim] - part.shape[dim], part.shape[dim])
+        if not part.is_floating_point():
+            return bool((last == part).double().mean() > 1 - _COARSE_COUNTS)
+        return not _differ(last, part, self._tolerance(inputs))
 
     def check_buffer_deltas(self, program: AttentionProgram) -> None:
         """Raises UnsupportedModelError where what all samples add to a buffer is not the sum of what each adds."""

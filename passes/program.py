@@ -186,13 +186,18 @@ class LossProgram:
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """One flat output of the captured graph. `per_sample`: dim 0 is the batch; `stage` is None for None and plain numbers."""
+    """One flat output of the captured graph. `stage` is None for None, plain numbers and new values of buffers.
+
+    `batch_dim`: the dimension that holds the samples one after another, as many rows of it for each; None where there is none.
+    `is_mixed`: made of several samples without such a dimension, so that parts of the batch do not make up the whole's.
+    """
 
     index: int
     shape: tuple[Dim, ...]
     dtype: torch.dtype | None
     requires_grad: bool
-    per_sample: bool
+    batch_dim: int | None
+    is_mixed: bool
     stage: int | None
     constant: object = None
 
@@ -223,6 +228,18 @@ class ModelPrograms:
     @property
     def n_boundaries(self) -> int:
         return len(self.experts)
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is anything to differentiate: a loss, or outputs that require a gradient."""
+        return self.loss is not None or any(output.requires_grad for output in self.outputs)
+
+    def needs_two_phases(self, gather_outputs: bool) -> bool:
+        """Whether the script may send gradients into more than the one loss: into any output that it gets whole."""
+        if self.loss is None:
+            return True
+        others = [o for o in self.outputs if o.index != self.loss.output_index and not o.is_mixed]
+        return gather_outputs and any(output.requires_grad for output in others)
 
 
 def bind(dims: tuple[Dim, ...], sizes: Mapping[sympy.Symbol, int]) -> tuple[int, ...]:

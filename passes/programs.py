@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import sympy
@@ -14,11 +14,20 @@ from disagmoe_compile.passes.aliasing import remove_dead
 from disagmoe_compile.passes.buffer_op import add_to_buffer
 from disagmoe_compile.passes.experts_op import experts
 from disagmoe_compile.passes.linearize_loss import DENOMINATORS, LOSS, LossInfo
-from disagmoe_compile.passes.metadata import is_call, output_node, placeholders, shape, source_of, value
+from disagmoe_compile.passes.metadata import (
+    free_symbols,
+    is_call,
+    output_node,
+    placeholders,
+    shape,
+    source_of,
+    value,
+)
 from disagmoe_compile.passes.partition import STAGE, AttentionStage, ExpertsStage
 from disagmoe_compile.passes.program import (
     AttentionProgram,
     BufferUpdate,
+    Dim,
     Dispatch,
     ExpertParam,
     ExpertsProgram,
@@ -47,13 +56,18 @@ def model_programs(graph_module: fx.GraphModule, batch_symbol: sympy.Symbol | No
     )
 
 
-def without_outputs(program: AttentionProgram) -> AttentionProgram:
-    """The same stage without the model's outputs, for training steps that need the loss alone. Inputs nobody
-    reads go too."""
+def without_outputs(program: AttentionProgram, but: Collection[int] = ()) -> AttentionProgram:
+    """The same stage without the model's outputs (other than those of the indices `but`), for steps that do not need them.
+    Inputs nobody reads go too."""
     output = output_node(program.module.graph)
     dispatch = 0 if program.dispatch is None else 4
-    carried = len(program.carried)
-    kept = [*range(dispatch + carried), *program.buffer_deltas, *program.loss_numerators]
+    wanted = {index: position for index, position in program.model_outputs.items() if index in but}
+    kept = [
+        *range(dispatch + len(program.carried)),
+        *wanted.values(),
+        *program.buffer_deltas,
+        *program.loss_numerators,
+    ]
     n_before_loss = len(kept) - len(program.loss_numerators)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -72,7 +86,7 @@ def without_outputs(program: AttentionProgram) -> AttentionProgram:
         module=fx.GraphModule(program.module, graph, class_name="AttentionStage"),
         inputs=tuple(inputs),
         outputs=tuple(program.outputs[position] for position in kept),
-        model_outputs={},
+        model_outputs={index: kept.index(position) for index, position in wanted.items()},
         loss_numerators=tuple(range(n_before_loss, len(kept))),
         buffer_deltas={kept.index(position): delta for position, delta in program.buffer_deltas.items()},
     )
@@ -168,21 +182,48 @@ def _loss(graph_module: fx.GraphModule) -> LossProgram | None:
 def _model_outputs(
     graph_module: fx.GraphModule, attention: Sequence[AttentionProgram], batch_symbol: sympy.Symbol | None
 ) -> tuple[ModelOutput, ...]:
-    stage_of = {index: program.stage for program in attention for index in program.model_outputs}
+    makers = {index: program for program in attention for index in program.model_outputs}
     info: LossInfo | None = graph_module.meta[LOSS]
-    if info is not None:
-        stage_of[info.output_index] = attention[-1].stage
     outputs = []
     for index, result in enumerate(output_node(graph_module.graph).args[0]):  # type: ignore[arg-type]
         if not isinstance(result, fx.Node):
-            outputs.append(ModelOutput(index, (), None, False, False, None, constant=result))
+            outputs.append(ModelOutput(index, (), None, False, None, False, None, constant=result))
             continue
-        dims = shape(result)
-        per_sample = batch_symbol is not None and bool(dims) and dims[0] == batch_symbol
-        tensor = value(result)
-        stage = None if result.target is add_to_buffer else stage_of[index]
-        outputs.append(ModelOutput(index, dims, tensor.dtype, tensor.requires_grad, per_sample, stage))
+        dims, tensor = shape(result), value(result)
+        stage, batch_dim, is_mixed = None, None, False
+        if info is not None and index == info.output_index:
+            stage = attention[-1].stage
+        elif result.target is not add_to_buffer:
+            stage = makers[index].stage
+            batch_dim = _batch_dim(dims, batch_symbol)
+            is_mixed = batch_dim is None and _reads_samples(makers[index], index, batch_symbol)
+        outputs.append(
+            ModelOutput(index, dims, tensor.dtype, tensor.requires_grad, batch_dim, is_mixed, stage)
+        )
     return tuple(outputs)
+
+
+def _batch_dim(dims: Sequence[Dim], batch_symbol: sympy.Symbol | None) -> int | None:
+    """The one dimension that grows with the batch, if it has a whole number of rows for each sample."""
+    if batch_symbol is None:
+        return None
+    growing = [i for i, dim in enumerate(dims) if batch_symbol in free_symbols((dim,))]
+    if len(growing) != 1 or batch_symbol in free_symbols((sympy.cancel(dims[growing[0]] / batch_symbol),)):
+        return None
+    return growing[0]
+
+
+def _reads_samples(program: AttentionProgram, index: int, batch_symbol: sympy.Symbol | None) -> bool:
+    """Whether an output of a stage is made of samples: of an input that has them, or of what other stages made of these."""
+    if batch_symbol is None:
+        return False  # one sample is the whole batch
+    graph = fx.Graph()
+    results = graph.graph_copy(program.module.graph, {})
+    graph.output((results[program.model_outputs[index]],))
+    remove_dead(graph)
+    read = [one for node, one in zip(placeholders(graph), program.inputs) if node.users]
+    computed = (InputKind.COMBINED, InputKind.CARRIED)
+    return any(one.kind in computed or batch_symbol in free_symbols(one.shape) for one in read)
 
 
 def _buffer_updates(graph: fx.Graph) -> tuple[BufferUpdate, ...]:

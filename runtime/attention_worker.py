@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -12,7 +13,7 @@ from disagmoe_compile.runtime.buffer_sums import BufferSums
 from disagmoe_compile.runtime.messages import Expected, Message
 from disagmoe_compile.runtime.rng import derive_seed, private_rng
 from disagmoe_compile.runtime.routing import RankRoute, route, scatter_pairs, sum_partial_rows
-from disagmoe_compile.runtime.stages import AttentionStage, Boundary, Source, SourceKind
+from disagmoe_compile.runtime.stages import AttentionStage, Boundary, SizedStages, Source, SourceKind
 from disagmoe_compile.runtime.transport.base import Transport
 from disagmoe_compile.runtime.worker import (
     StepInputs,
@@ -27,23 +28,27 @@ StageKey = tuple[int, int]  # (stage or boundary, micro-batch)
 
 class AttentionWorker(Worker):
     """`outputs[i][microbatch]` collects the model's outputs; `numerators` the sums of the loss terms (head ranks only),
-    `buffer_sums` what this rank's samples add to buffers."""
+    `buffer_sums` what this rank's samples add to buffers, `input_gradients` the gradients of arguments by position, zero where
+    other ranks have the samples.
+
+    A micro-batch without samples runs no stage: it sends messages without rows, and gradients of zero.
+    """
 
     def __init__(
         self,
         plan: Plan,
         rank: int,
-        stages: Mapping[int, AttentionStage],
-        boundaries: Sequence[Boundary],
+        sized: Mapping[int, SizedStages],
         transport: Transport,
         device: torch.device,
     ) -> None:
-        super().__init__(plan, rank, boundaries, transport, device)
-        self.stages = stages
+        largest = sized[plan.workload.microbatch_size]
+        super().__init__(plan, rank, largest.boundaries, transport, device)
+        self._sized, self.stages = sized, largest.stages
         topology = plan.topology
         self._owners = [
             [topology.experts_of(b.num_experts, n) for n in range(topology.ffn_group_size)]
-            for b in boundaries
+            for b in largest.boundaries
         ]
 
     def begin(self, step: StepInputs) -> None:
@@ -51,18 +56,35 @@ class AttentionWorker(Worker):
         self.outputs: dict[int, dict[int, torch.Tensor]] = {}
         self.numerators: list[torch.Tensor] = []
         self.buffer_sums = BufferSums()
+        self.input_gradients: dict[int, torch.Tensor] = {}
         self._routes: dict[StageKey, tuple[RankRoute, ...]] = {}
         self._carried: dict[StageKey, list[torch.Tensor]] = {}
         self._carried_grads: dict[StageKey, list[torch.Tensor | None]] = {}
 
+    # ---- sizes
+    def samples(self, microbatch: int) -> range:
+        return self.plan.samples_of(self.member, microbatch)
+
+    def _stage(self, stage: int, microbatch: int) -> AttentionStage:
+        return self._sized[len(self.samples(microbatch))].stages[stage]
+
+    def _boundary(self, boundary: int, microbatch: int) -> Boundary:
+        samples = self.samples(microbatch)
+        if samples:
+            return self._sized[len(samples)].boundaries[boundary]
+        return replace(self.boundaries[boundary], n_tokens=0, n_pairs=0, carried=())
+
     # ---- compute
     def forward(self, stage: int, microbatch: int) -> None:
-        spec = self.stages[stage]
+        if not self.samples(microbatch):
+            self._forward_nothing(self.stages[stage], microbatch)
+            return
+        spec = self._stage(stage, microbatch)
         inputs = [self._input(source, stage, microbatch) for source in spec.sources]
         self._carried.pop((stage, microbatch), None)
         with self._rng(spec, microbatch):
             outputs, saved = spec.compiled.forward(inputs)
-        if self.trains:
+        if self.step.trains:
             self._saved[stage, microbatch] = saved
         if spec.dispatch is not None:
             self._prepare_dispatch(spec, microbatch, outputs)
@@ -80,7 +102,10 @@ class AttentionWorker(Worker):
             self.numerators = [a + b for a, b in zip(self.numerators, terms)] if self.numerators else terms
 
     def backward(self, stage: int, microbatch: int, *, split: bool) -> None:
-        spec = self.stages[stage]
+        if not self.samples(microbatch):
+            self._backward_nothing(self.stages[stage], microbatch)
+            return
+        spec = self._stage(stage, microbatch)
         saved = self._saved.pop((stage, microbatch))
         tangents = self._tangents(spec, microbatch)
         with self._rng(spec, microbatch):  # a recomputed stage draws again what its forward drew
@@ -91,6 +116,7 @@ class AttentionWorker(Worker):
             else:
                 gradients = spec.compiled.backward(saved, tangents)
         self._add_parameter_gradients(spec, gradients)
+        self._add_input_gradients(spec, microbatch, gradients)
         if stage:
             self._send_back(spec, microbatch, gradients)
         self._routes.pop((stage // 2, microbatch), None)
@@ -102,10 +128,33 @@ class AttentionWorker(Worker):
         return private_rng(seed, self.device)
 
     def backward_weight(self, stage: int, microbatch: int) -> None:
-        spec = self.stages[stage]
-        self._add_parameter_gradients(
-            spec, spec.compiled.backward_weight(self._weight_work.pop((stage, microbatch)))
-        )
+        if self.samples(microbatch):
+            spec = self._stage(stage, microbatch)
+            self._add_parameter_gradients(
+                spec, spec.compiled.backward_weight(self._weight_work.pop((stage, microbatch)))
+            )
+
+    def _forward_nothing(self, spec: AttentionStage, microbatch: int) -> None:
+        if spec.dispatch is None:
+            return
+        nothing = [
+            torch.empty(0, *shape[1:], dtype=dtype, device=self.device) for shape, dtype in spec.outputs
+        ]
+        self._prepare_dispatch(spec, microbatch, nothing)
+        following = spec.index + 2
+        if following not in self.stages:
+            peer = self.peers_of_stage(following)[self.member]
+            self._outgoing[f"residual.{spec.index // 2}", microbatch] = [Message(peer, ())]
+
+    def _backward_nothing(self, spec: AttentionStage, microbatch: int) -> None:
+        """Zeros for every parameter that has a gradient on the replicas, so that all sum the same ones."""
+        for position in spec.compiled.gradient_inputs:
+            source = spec.sources[position]
+            if source.kind is SourceKind.PARAMETER and source.name not in self.gradients:
+                self.add_gradient(source.name, torch.zeros_like(self.step.parameters[source.name]))
+        if spec.index:
+            self._send_back(spec, microbatch, {})
+        self._routes.pop((spec.index // 2, microbatch), None)
 
     # ---- inputs and outputs of a stage
     def _input(self, source: Source, stage: int, microbatch: int) -> torch.Tensor:
@@ -115,9 +164,8 @@ class AttentionWorker(Worker):
             case SourceKind.REPLICATED:
                 return self._argument(source)
             case SourceKind.SAMPLES:
-                size = self.plan.workload.microbatch_size
-                first = (self.member * self.plan.workload.n_microbatches + microbatch) * size
-                return self._argument(source).narrow(0, first, size).contiguous()
+                samples = self.samples(microbatch)
+                return self._argument(source).narrow(0, samples.start, len(samples)).contiguous()
             case SourceKind.COMBINED:
                 combined = self.read(f"combine.{stage // 2 - 1}", microbatch)
                 assert isinstance(combined, torch.Tensor)
@@ -188,7 +236,7 @@ class AttentionWorker(Worker):
         tangents: dict[int, torch.Tensor] = {}
 
         def add(position: int, gradient: torch.Tensor) -> None:
-            shaped = gradient.view(spec.outputs[position][0])
+            shaped = gradient.reshape(spec.outputs[position][0])
             tangents[position] = tangents[position] + shaped if position in tangents else shaped
 
         if spec.dispatch is not None:
@@ -201,11 +249,18 @@ class AttentionWorker(Worker):
             ):
                 if gradient is not None:
                     add(position, gradient)
-        if spec.loss_numerators:
-            assert self.step.tangents is not None
-            for position, seed in zip(spec.loss_numerators, self.step.tangents, strict=True):
+        assert self.seeds is not None, "a backward has seeds"
+        if spec.loss_numerators and self.seeds.numerators:
+            for position, seed in zip(spec.loss_numerators, self.seeds.numerators, strict=True):
                 shape, dtype = spec.outputs[position]
                 add(position, torch.full(shape, seed, dtype=dtype, device=self.device))
+        for index, position in spec.model_outputs.items():
+            incoming = self.seeds.outputs.get(index)
+            part = incoming and incoming.of_samples(
+                self.samples(microbatch), self.plan.workload.global_batch_size
+            )
+            if part is not None:
+                add(position, part)
         for position in spec.compiled.tangents:
             if position not in tangents:  # nothing downstream used this output
                 shape, dtype = spec.outputs[position]
@@ -215,7 +270,7 @@ class AttentionWorker(Worker):
     def _carried_grads_of(self, spec: AttentionStage, microbatch: int) -> list[torch.Tensor | None]:
         if spec.index + 2 in self.stages:
             return self._carried_grads.pop((spec.index, microbatch))
-        values = self.boundaries[spec.index // 2].carried
+        values = self._boundary(spec.index // 2, microbatch).carried
         if not any(value.requires_grad for value in values):
             return [None] * len(values)  # nothing comes back: there is no such transfer
         arrived = iter(self.read(f"residual_bwd.{spec.index // 2}", microbatch))  # type: ignore[call-overload]
@@ -225,6 +280,19 @@ class AttentionWorker(Worker):
         for position, source in enumerate(spec.sources):
             if source.kind is SourceKind.PARAMETER and position in gradients:
                 self.add_gradient(source.name, gradients[position])
+
+    def _add_input_gradients(
+        self, spec: AttentionStage, microbatch: int, gradients: Mapping[int, torch.Tensor]
+    ) -> None:
+        for position, source in enumerate(spec.sources):
+            if position not in gradients or source.kind not in (SourceKind.SAMPLES, SourceKind.REPLICATED):
+                continue
+            if source.position not in self.input_gradients:
+                self.input_gradients[source.position] = torch.zeros_like(self._argument(source))
+            total = self.input_gradients[source.position]
+            samples = self.samples(microbatch)
+            is_whole = source.kind is SourceKind.REPLICATED
+            (total if is_whole else total.narrow(0, samples.start, len(samples))).add_(gradients[position])
 
     def _send_back(
         self, spec: AttentionStage, microbatch: int, gradients: Mapping[int, torch.Tensor]
@@ -240,10 +308,11 @@ class AttentionWorker(Worker):
                 )
             elif source.kind is SourceKind.CARRIED and position in gradients:
                 carried[source.position] = gradients[position]
-        sizes = self.boundaries[boundary]
+        sizes = self._boundary(boundary, microbatch)
         if combined_grad is None:
-            tokens = sum(one.n_rows for one in routes)
-            combined_TD = torch.zeros(tokens, sizes.out_features, dtype=sizes.out_dtype, device=self.device)
+            combined_TD = torch.zeros(
+                sizes.n_tokens, sizes.out_features, dtype=sizes.out_dtype, device=self.device
+            )
         else:
             combined_TD = combined_grad.reshape(-1, sizes.out_features)
         self._outgoing[f"combine_bwd.{boundary}", microbatch] = [
@@ -271,7 +340,7 @@ class AttentionWorker(Worker):
     # ---- transfers
     def expected(self, transfer: Transfer, microbatch: int) -> list[Expected]:
         boundary = boundary_of(transfer)
-        sizes, sources = self.boundaries[boundary], self.peers_of_stage(transfer.src)
+        sizes, sources = self._boundary(boundary, microbatch), self.peers_of_stage(transfer.src)
         if transfer.kind is TransferKind.P2P:
             values = [v for v in sizes.carried if transfer.direction is Direction.FORWARD or v.requires_grad]
             specs = [(v.shape, v.dtype) for v in values]
@@ -290,7 +359,7 @@ class AttentionWorker(Worker):
 
     def take_in(self, transfer: Transfer, microbatch: int, messages: list[Message]) -> object:
         boundary = boundary_of(transfer)
-        sizes = self.boundaries[boundary]
+        sizes = self._boundary(boundary, microbatch)
         if is_a(transfer, TransferKind.P2P, Direction.FORWARD):
             routing_2P, *carried = messages[0].tensors
             token_P, expert_P = routing_2P.long()

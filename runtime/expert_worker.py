@@ -67,7 +67,7 @@ class ExpertWorker(Worker):
                 *self._params[stage],
             ]
         )
-        if self.trains:
+        if self.step.trains:
             self._saved[stage, microbatch] = saved
         rows_RD = sum_pairs_to_rows(_undo(order_P, outputs[0]), pairs.pair_rows_P, pairs.n_rows)
         destinations = self.peers_of_stage(stage + 1)

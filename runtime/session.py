@@ -1,19 +1,20 @@
 """One captured graph on one rank: from a call of the compiled model to a run of the plan's actions and back.
 
-While training with one loss, the whole forward and backward pipeline runs inside the forward call; `backward()` hands the
-gradients out. The backward is seeded with the last incoming gradient (a GradScaler's scale must be in the seed, or fp16
-gradients underflow) and corrected if the actual one differs.
+A call that trains is a node of the user's autograd graph, in one phase or in two (`autograd_nodes.py`). A call that does not runs
+the forwards alone. Either way the outputs that the script gets are those of the whole batch.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,16 +25,17 @@ from disagmoe_compile.plan.ir import Plan
 from disagmoe_compile.plan.topology import Group
 from disagmoe_compile.runtime.agreement import agree, batch_digest
 from disagmoe_compile.runtime.attention_worker import AttentionWorker
+from disagmoe_compile.runtime.autograd_nodes import OnePhase, TwoPhases
 from disagmoe_compile.runtime.binding import Binding
 from disagmoe_compile.runtime.buffer_sums import BufferUpdate, apply_updates
 from disagmoe_compile.runtime.executor import Executor
 from disagmoe_compile.runtime.failure import default_store, describe_failure
 from disagmoe_compile.runtime.nonfinite import spread_nonfinite
-from disagmoe_compile.runtime.outputs import UnmaterialisedOutput
+from disagmoe_compile.runtime.outputs import Output, UnmaterialisedOutput, gather
 from disagmoe_compile.runtime.retrace import present_global_shapes
 from disagmoe_compile.runtime.rng import draw_call_seed
 from disagmoe_compile.runtime.timeline import Event
-from disagmoe_compile.runtime.worker import StepInputs
+from disagmoe_compile.runtime.worker import StepInputs, Worker
 
 _STEPS_KEPT = 64
 _SAME_BATCH = (
@@ -59,22 +61,18 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """One flat output of the graph. `stage` makes it; None: it is `constant`."""
-
-    index: int
-    dtype: torch.dtype | None
-    stage: int | None
-    constant: object
-
-
-@dataclass(frozen=True, slots=True)
 class Prepared:
-    """A plan for one set of sizes, ready to run. `output_shapes`: of the whole batch, by output index."""
+    """A plan for one set of sizes, ready to run. `output_shapes`: of the whole batch, by output index.
+
+    `actions`: what a call runs; with two phases the forwards, and `backward_actions` what `backward()` runs, on the
+    executor that the call took from `new_executor`.
+    """
 
     plan: Plan
     executor: Executor
+    new_executor: Callable[[], Executor]
     actions: tuple[Action, ...]
+    backward_actions: tuple[Action, ...]
     output_shapes: Mapping[int, tuple[int, ...]]
 
 
@@ -96,20 +94,24 @@ class Session:
         buffer_updates: Sequence[BufferUpdate],
         parameters: Mapping[int, str],
         inputs: Sequence[int],
+        input_gradients: Sequence[int],
         uses_rng: bool,
         trains: bool,
-        gather_outputs: bool,
+        two_phases: bool,
         world: dist.ProcessGroup,
     ) -> None:
+        """By position of the argument: `parameters`, `inputs`, and which of these want a gradient (`input_gradients`)."""
         self._binding, self._prepare = binding, prepare
         self._loss, self._outputs, self._buffer_updates = loss, outputs, buffer_updates
-        self._parameters, self._inputs = parameters, inputs
-        self._uses_rng, self._trains, self._gather_outputs = uses_rng, trains, gather_outputs
-        self._world = world
-        self._seed = 1.0
+        self._parameters, self._inputs, self._input_gradients = parameters, inputs, input_gradients
+        self._uses_rng, self._trains, self._two_phases = uses_rng, trains, two_phases
+        self.world = world
+        self.gathered = [one for one in outputs if one.is_gathered]
+        self.seed = 1.0
         self._prepared: Prepared | None = None
         self._events: deque[list[Event]] = deque(maxlen=_STEPS_KEPT)
         self._sent_bytes: Counter[str] = Counter()
+        self._has_warned = False
         self.step_count = 0
         self.created = next(_COUNTER)
         _SESSIONS.add(self)
@@ -150,157 +152,159 @@ class Session:
     # ---- one call
     def __call__(self, *arguments: object) -> tuple[object, ...]:
         present_global_shapes()
-        with self._explained("checking parameters"):
+        with self.explained("checking parameters"):
             self._binding.check({fqn: arguments[i] for i, fqn in self._parameters.items()})  # type: ignore[misc]
         self._call_seed = draw_call_seed() if self._uses_rng else 0
-        with self._explained("comparing batches"):
+        with self.explained("comparing batches"):
             inputs = [arguments[i] for i in self._inputs]
             agree(
                 "the batch or the random seed",
-                batch_digest([*inputs, self._call_seed]),
-                self._world,
+                batch_digest(["call", *inputs, self._call_seed]),
+                self.world,
                 _SAME_BATCH,
             )
-        with self._explained("planning and compiling"):
+        with self.explained("planning and compiling"):
             self._prepared = prepared = self._prepare(arguments)
-        loss: torch.Tensor | None = None
-        if self._trains:
-            loss = _Pipeline.apply(self, prepared, *arguments)
-        elif self._loss is not None:
-            loss = self.run(prepared, arguments, None)
+        self._warn_of_gathering(prepared)
+        self._new_buffers: dict[int, torch.Tensor] = {}
+        values: dict[int, torch.Tensor] = {}
+        if self._trains and not self._two_phases:
+            assert self._loss is not None
+            values[self._loss.output_index] = OnePhase.apply(self, prepared, *arguments)
+            self.update_buffers(prepared.executor.worker, arguments)
         else:
-            self._execute(prepared, arguments, None)
-        new_buffers = self._update_buffers(prepared, arguments)
-        outputs = tuple(
-            new_buffers[output.index] if output.index in new_buffers else self._output(output, prepared, loss)
-            for output in self._outputs
-        )
+            found = (
+                TwoPhases.apply(self, prepared, *arguments)
+                if self._trains
+                else self._forward_alone(prepared, arguments)
+            )
+            values = {one.index: value for one, value in zip(self.gathered, found, strict=True)}
+        values.update(self._new_buffers)
         prepared.executor.worker.end()
         Session.answered += 1
+        return tuple(self._returned(one, values, prepared) for one in self._outputs)
+
+    def _forward_alone(self, prepared: Prepared, arguments: Sequence[object]) -> tuple[torch.Tensor, ...]:
+        executor = prepared.executor
+        self.begin(executor, arguments, trains=False)
+        self.run(executor, prepared.actions)
+        outputs = self.gather(prepared, executor.worker, self.scales(arguments))
+        self.update_buffers(executor.worker, arguments)
         return outputs
 
-    def run(self, prepared: Prepared, arguments: Sequence[object], seed: float | None) -> torch.Tensor:
-        """The loss, on every rank. Gradients stay with the worker."""
+    def _returned(self, output: Output, values: Mapping[int, torch.Tensor], prepared: Prepared) -> object:
+        if output.index in values:
+            return values[output.index]
+        if output.stage is None:
+            return output.constant
+        assert output.dtype is not None and output.missing is not None
+        return UnmaterialisedOutput(
+            output.index, prepared.output_shapes[output.index], output.dtype, output.missing
+        )
+
+    # ---- what the autograd nodes are made of
+    def scales(self, arguments: Sequence[object]) -> tuple[float, ...]:
+        """d loss / d numerator of each term of the loss; empty without a loss."""
+        return () if self._loss is None else self._loss.scales(arguments)
+
+    def is_loss(self, output: Output) -> bool:
+        return self._loss is not None and output.index == self._loss.output_index
+
+    def begin(self, executor: Executor, arguments: Sequence[object], *, trains: bool) -> None:
+        parameters = {fqn: arguments[i].detach() for i, fqn in self._parameters.items()}  # type: ignore[attr-defined]
+        executor.begin(StepInputs(arguments, parameters, self._call_seed, trains), self.step_count)
+        self._events.append(executor.events)
+        self.step_count += 1
+
+    def run(self, executor: Executor, actions: Sequence[Action]) -> None:
+        executor.run(actions)
+        self._sent_bytes.update(executor.sent_bytes)
+        executor.sent_bytes.clear()
+
+    def sum_loss(self, worker: Worker, scales: Sequence[float]) -> torch.Tensor:
+        """Collective: the loss, on every rank."""
         assert self._loss is not None
-        scales = self._loss.scales(arguments)
-        self._execute(prepared, arguments, None if seed is None else tuple(s * seed for s in scales))
-        worker = prepared.executor.worker
         numerators = torch.zeros(len(scales), dtype=torch.float64)
         if isinstance(worker, AttentionWorker) and worker.numerators:
             numerators = torch.stack([n.to("cpu", torch.float64) for n in worker.numerators])
-        with self._explained("summing the loss"):
-            dist.all_reduce(numerators, group=self._world)
+        with self.explained("summing the loss"):
+            dist.all_reduce(numerators, group=self.world)
         loss = (numerators * torch.tensor(scales, dtype=torch.float64)).sum()
         return loss.to(worker.device, self._loss.dtype)
 
-    def _execute(
-        self, prepared: Prepared, arguments: Sequence[object], tangents: tuple[float, ...] | None
-    ) -> None:
-        executor = prepared.executor
-        executor.begin(
-            StepInputs(
-                arguments=arguments,
-                parameters={fqn: arguments[i].detach() for i, fqn in self._parameters.items()},  # type: ignore[attr-defined]
-                tangents=tangents,
-                call_seed=self._call_seed,
-            ),
-            self.step_count,
-        )
-        executor.run(prepared.actions)
-        self._events.append(executor.events)
-        self._sent_bytes.update(executor.sent_bytes)
-        self.step_count += 1
+    def gather(self, prepared: Prepared, worker: Worker, scales: Sequence[float]) -> tuple[torch.Tensor, ...]:
+        """Collective: `gathered`, of the whole batch, on every rank."""
+        found = []
+        for one in self.gathered:
+            if self.is_loss(one):
+                found.append(self.sum_loss(worker, scales))
+                continue
+            with self.explained(f"gathering output {one.index}"):
+                shape = prepared.output_shapes[one.index]
+                found.append(gather(one, shape, prepared.plan, worker, self._broadcast))
+        if isinstance(worker, AttentionWorker):
+            worker.outputs.clear()  # copied; a backward has what it needs elsewhere
+        return tuple(found)
 
-    def take_gradients(self, prepared: Prepared) -> list[torch.Tensor | None]:
-        """By argument position, of parameters that this rank owns; the worker's are gone afterwards.
+    def _broadcast(self, tensor: torch.Tensor, rank: int) -> None:
+        dist.broadcast(tensor, rank, group=self.world)
 
-        Under a GradScaler (a seed other than 1) an overflow on one rank is made known to all, so that all skip the step.
+    def take_gradients(self, worker: Worker, *, spread_overflows: bool) -> list[torch.Tensor | None]:
+        """By argument position, of parameters that this rank owns and of inputs; the worker's are gone afterwards.
+
+        With `spread_overflows` (collective) a gradient that is not finite on one rank is made known to all, so that a GradScaler
+        skips the step on all of them.
         """
-        worker = prepared.executor.worker
-        if self._seed != 1.0:
-            with self._explained("looking for overflows"):
-                spread_nonfinite(list(worker.gradients.values()), self._world)
-        found: list[torch.Tensor | None] = [None] * (1 + max(self._parameters, default=-1))
+        if spread_overflows:
+            with self.explained("looking for overflows"):
+                spread_nonfinite(list(worker.gradients.values()), self.world)
+        positions = [*self._parameters, *self._input_gradients]
+        found: list[torch.Tensor | None] = [None] * (1 + max(positions, default=-1))
         for position, fqn in self._parameters.items():
             found[position] = worker.gradients.get(fqn)
         worker.gradients = {}
+        for position in self._input_gradients:
+            found[position] = self._sum_input_gradient(worker, position)
         return found
 
+    def _sum_input_gradient(self, worker: Worker, position: int) -> torch.Tensor:
+        """Collective: every rank has the gradient of its samples, and all get the whole."""
+        argument = worker.step.arguments[position]
+        assert isinstance(argument, torch.Tensor)
+        own = worker.input_gradients.get(position) if isinstance(worker, AttentionWorker) else None
+        gradient = torch.zeros_like(argument) if own is None else own
+        with self.explained(f"summing the gradient of input {position}"):
+            dist.all_reduce(gradient, group=self.world)
+        return gradient
+
+    def update_buffers(self, worker: Worker, arguments: Sequence[object]) -> None:
+        """Collective: every rank's buffers grow by what the samples of all ranks add."""
+        sums = worker.buffer_sums.sums if isinstance(worker, AttentionWorker) else {}
+        with self.explained("summing updates of buffers"):
+            self._new_buffers = apply_updates(
+                self._buffer_updates, arguments, sums, lambda one: dist.all_reduce(one, group=self.world)
+            )
+
     @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
+    def explained(self, what: str) -> Iterator[None]:
         """A collective that fails names the rank that failed first."""
         try:
             yield
         except Exception as error:
             raise describe_failure(error, dist.get_rank(), what, [], default_store()) from error
 
-    # ---- buffers and outputs
-    def _update_buffers(self, prepared: Prepared, arguments: Sequence[object]) -> dict[int, torch.Tensor]:
-        """Every rank's buffers grow by what the samples of all ranks add; new values by output index."""
-        worker = prepared.executor.worker
-        sums = worker.buffer_sums.sums if isinstance(worker, AttentionWorker) else {}
-        with self._explained("summing updates of buffers"):
-            return apply_updates(
-                self._buffer_updates, arguments, sums, lambda one: dist.all_reduce(one, group=self._world)
-            )
-
-    def _output(self, output: Output, prepared: Prepared, loss: torch.Tensor | None) -> object:
-        if self._loss is not None and output.index == self._loss.output_index:
-            return loss
-        if output.stage is None:
-            return output.constant
-        shape = prepared.output_shapes[output.index]
-        assert output.dtype is not None
-        if self._trains and not self._gather_outputs:
-            return UnmaterialisedOutput(output.index, shape, output.dtype)
-        return self._gather(output, prepared, shape)
-
-    def _gather(self, output: Output, prepared: Prepared, shape: tuple[int, ...]) -> torch.Tensor:
-        """The output of the whole batch, from the ranks of the stage that makes it: their samples follow each other."""
-        assert output.stage is not None and output.dtype is not None
-        worker = prepared.executor.worker
-        ranks = prepared.plan.topology.ranks_of_stage(output.stage)
-        share = (shape[0] // len(ranks), *shape[1:])
-        parts = []
-        for rank in ranks:
-            part = torch.empty(share, dtype=output.dtype, device=worker.device)
-            if rank == worker.rank:
-                assert isinstance(worker, AttentionWorker)
-                pieces = worker.outputs[output.index]
-                part.copy_(torch.cat([pieces[microbatch].detach() for microbatch in sorted(pieces)]))
-            with self._explained(f"gathering output {output.index}"):
-                dist.broadcast(part, rank, group=self._world)
-            parts.append(part)
-        return torch.cat(parts)
-
-
-class _Pipeline(torch.autograd.Function):
-    """Makes the step one node of the user's autograd graph: its inputs are all arguments, its output the loss."""
-
-    @staticmethod
-    def forward(ctx: Any, session: Session, prepared: Prepared, *arguments: object) -> torch.Tensor:
-        ctx.session, ctx.seed = session, session._seed
-        loss = session.run(prepared, arguments, session._seed)
-        ctx.gradients = session.take_gradients(prepared)
-        ctx.n_arguments = len(arguments)
-        return loss
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[object, ...]:
-        if ctx.gradients is None:
-            raise DisagMoEError(
-                "backward() a second time through one call: its gradients were handed out and freed; call the model again"
-            )
-        gradients, ctx.gradients = ctx.gradients, None
-        incoming = float(grad_output)
-        if incoming and incoming == incoming:  # neither zero nor NaN
-            ctx.session._seed = incoming
-        factor = incoming / ctx.seed
-        if factor != 1.0:
-            gradients = [None if g is None else g * factor for g in gradients]
-        gradients += [None] * (ctx.n_arguments - len(gradients))
-        return (None, None, *gradients)
+    def _warn_of_gathering(self, prepared: Prepared) -> None:
+        """Once, on rank 0, what it costs that the script gets whole outputs while training."""
+        if self._has_warned or not self._two_phases or dist.get_rank():
+            return
+        self._has_warned = True
+        shapes = {one.index: prepared.output_shapes[one.index] for one in self.gathered}
+        nbytes = sum(math.prod(shapes[o.index]) * o.dtype.itemsize for o in self.gathered if o.dtype)
+        warnings.warn(
+            f"disagmoe: {len(shapes)} output(s) of the model, {nbytes:,} bytes, are put together on every rank at each training "
+            "call, and activations of the whole batch are held until backward(); a loss computed inside the model needs neither",
+            stacklevel=2,
+        )
 
 
 _COUNTER = itertools.count()

@@ -26,12 +26,16 @@ Saved = Any  # tensors (and sizes) a stage keeps for its backward; opaque to the
 class CompiledStage(Protocol):
     """Forward and backward of one stage for one micro-batch shape.
 
-    `tangents`: outputs whose gradient backward needs. `weight_inputs`: inputs that are parameters. `splits_weight_gradient`:
-    whether `backward_input` + `backward_weight` do less before the input gradient is out than `backward` does.
+    `tangents`: outputs whose gradient backward needs. `gradient_inputs`: inputs that backward makes a gradient of.
+    `weight_inputs`: inputs that are parameters. `splits_weight_gradient`: whether `backward_input` + `backward_weight` do less
+    before the input gradient is out than `backward` does.
     """
 
     @property
     def tangents(self) -> tuple[int, ...]: ...
+
+    @property
+    def gradient_inputs(self) -> tuple[int, ...]: ...
 
     @property
     def weight_inputs(self) -> frozenset[int]: ...
@@ -143,6 +147,14 @@ class AttentionStage:
     loss_numerators: tuple[int, ...]
     uses_rng: bool
     buffer_deltas: Mapping[int, BufferDelta]
+
+
+@dataclass(frozen=True, slots=True)
+class SizedStages:
+    """An attention rank's stages by index, and all boundaries, for micro-batches of one size."""
+
+    stages: Mapping[int, AttentionStage]
+    boundaries: Sequence[Boundary]
 
 
 @dataclass(frozen=True, slots=True)

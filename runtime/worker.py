@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,14 +23,37 @@ Key = tuple[str, int]  # (transfer, micro-batch)
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One call. `arguments`: the flat arguments of the captured graph (whole batch). `tangents`: gradient of the loss with
-    respect to each loss numerator, None without backward. `call_seed`: equal on all ranks, for stages that draw random numbers.
+    """One call. `arguments`: the flat arguments of the captured graph (whole batch). `call_seed`: equal on all ranks, for stages
+    that draw random numbers. `trains`: whether a backward may follow, for which activations are kept.
     """
 
     arguments: Sequence[object]
     parameters: Mapping[str, torch.Tensor]
-    tangents: tuple[float, ...] | None
     call_seed: int
+    trains: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OutputGradient:
+    """Gradient of one output of the model, of the whole batch; `batch_dim` as in `outputs.Output`."""
+
+    whole: torch.Tensor
+    batch_dim: int | None
+
+    def of_samples(self, samples: range, batch_size: int) -> torch.Tensor | None:
+        """What belongs to these samples. Of an output without samples, the first sample gets all of it: it made the output."""
+        if self.batch_dim is None:
+            return self.whole if 0 in samples else None
+        rows = self.whole.shape[self.batch_dim] // batch_size
+        return self.whole.narrow(self.batch_dim, samples.start * rows, len(samples) * rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Seeds:
+    """What a backward starts from: the gradient of each loss numerator (none: all zero), and of outputs by index."""
+
+    numerators: tuple[float, ...] = ()
+    outputs: Mapping[int, OutputGradient] = field(default_factory=dict)
 
 
 class Worker(ABC):
@@ -53,6 +76,7 @@ class Worker(ABC):
 
     def begin(self, step: StepInputs) -> None:
         self.step = step
+        self.seeds: Seeds | None = None
         self.gradients = {}
         self._own_gradients: set[str] = set()
         self._saved: dict[tuple[int, int], Saved] = {}
@@ -62,11 +86,7 @@ class Worker(ABC):
 
     def end(self) -> None:
         """Lets go of the step's tensors; nothing of it is needed once its results are taken."""
-        self.begin(StepInputs((), {}, None, 0))
-
-    @property
-    def trains(self) -> bool:
-        return self.step.tangents is not None
+        self.begin(StepInputs((), {}, 0, trains=False))
 
     # ---- compute
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Programs, bound to one micro-batch size and compiled: what this rank's worker runs.
+"""Programs, bound to the sizes of micro-batches and compiled: what this rank's worker runs.
 
 Equal layers compile once. With a stage compiler that leaves a cache on disk, one rank compiles each class first and the others
 find it there: classes are dealt out over their owners, so different ranks compile different classes at the same time.
@@ -6,6 +6,7 @@ find it there: classes are dealt out over their owners, so different ranks compi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import sympy
@@ -40,6 +41,7 @@ from disagmoe_compile.runtime.stages import (
     DispatchOutputs,
     ExpertParam,
     ExpertStage,
+    SizedStages,
     Source,
     SourceKind,
 )
@@ -85,12 +87,20 @@ class StageBinder:
         self._programs, self._fqns = programs, fqns
         self._compiler, self._training, self._device = compiler, training, device
 
-    def attention(self, plan: Plan, rank: int, micro: Sizes) -> dict[int, AttentionStage]:
+    def attention(self, plan: Plan, rank: int, micros: Mapping[int, Sizes]) -> dict[int, SizedStages]:
+        """By size of a micro-batch; `micros`: the call's sizes for each."""
+        programs = self._attention_programs(plan, rank)
         return {
-            program.stage: self._attention_stage(
-                program, self._keeping(plan, Role.ATTENTION, self._compile_attention(program, micro)), micro
+            size: SizedStages(
+                stages={
+                    p.stage: self._attention_stage(
+                        p, self._keeping(plan, Role.ATTENTION, self._compile_attention(p, micro)), micro
+                    )
+                    for p in programs
+                },
+                boundaries=bind_boundaries(self._programs, plan, micro),
             )
-            for program in self._attention_programs(plan, rank)
+            for size, micro in micros.items()
         }
 
     def experts(self, plan: Plan, rank: int) -> dict[int, ExpertStage]:
@@ -118,9 +128,11 @@ class StageBinder:
             trained=frozenset(self._fqns[one.position] for one in local if one.requires_grad),
         )
 
-    def compile_classes_once(self, plan: Plan, rank: int, micro: Sizes, world: dist.ProcessGroup) -> None:
+    def compile_classes_once(
+        self, plan: Plan, rank: int, micros: Mapping[int, Sizes], world: dist.ProcessGroup
+    ) -> None:
         """Fills the shared cache: each class is compiled by one of its owners before any other rank asks for it."""
-        mine = self._jobs(plan, rank, micro)
+        mine = self._jobs(plan, rank, micros)
         gathered: list[list[str]] = [[] for _ in range(dist.get_world_size(world))]
         dist.all_gather_object(gathered, sorted(mine), group=world)
         for key, leader in deal_out(gathered).items():
@@ -128,10 +140,12 @@ class StageBinder:
                 mine[key]()
         dist.barrier(world)
 
-    def _jobs(self, plan: Plan, rank: int, micro: Sizes) -> dict[str, Callable[[], CompiledStage]]:
+    def _jobs(
+        self, plan: Plan, rank: int, micros: Mapping[int, Sizes]
+    ) -> dict[str, Callable[[], CompiledStage]]:
         """What this rank needs compiled, by class."""
         jobs: dict[str, Callable[[], CompiledStage]] = {}
-        for attention in self._attention_programs(plan, rank):
+        for attention, micro in itertools.product(self._attention_programs(plan, rank), micros.values()):
             key = str(
                 attention_key(
                     attention,
@@ -141,7 +155,7 @@ class StageBinder:
                     device=self._device.type,
                 )
             )
-            jobs.setdefault(key, lambda p=attention: self._compile_attention(p, micro))  # type: ignore[misc]
+            jobs.setdefault(key, lambda p=attention, m=micro: self._compile_attention(p, m))  # type: ignore[misc]
         for experts in self._expert_programs(plan, rank):
             n_local = len(plan.topology.experts_of(experts.num_experts, plan.topology.index_in_group(rank)))
             key = str(

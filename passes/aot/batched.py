@@ -96,6 +96,10 @@ class PaddedStage:
         return self.stage.tangents
 
     @property
+    def gradient_inputs(self) -> tuple[int, ...]:
+        return tuple(map(outer_position, self.stage.gradient_inputs))
+
+    @property
     def weight_inputs(self) -> frozenset[int]:
         return frozenset(map(outer_position, self.stage.weight_inputs))
 

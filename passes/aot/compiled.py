@@ -41,6 +41,7 @@ class AotStage:
     n_outputs: int
     forward_graph: BoxedGraph
     tangents: tuple[int, ...]
+    gradient_inputs: tuple[int, ...]
     weight_inputs: frozenset[int]
     whole: BackwardGraph | None = None
     first: BackwardGraph | None = None
@@ -123,6 +124,7 @@ class EagerStage:
     module: Callable[..., Any]
     requires_grad: tuple[bool, ...]
     tangents: tuple[int, ...]
+    gradient_inputs: tuple[int, ...]
     weight_inputs: frozenset[int]
     autocast: tuple[tuple[str, bool, torch.dtype], ...] = ()
     splits_weight_gradient: bool = field(default=False, init=False)
@@ -198,6 +200,10 @@ class RowsStage:
     @property
     def tangents(self) -> tuple[int, ...]:
         return self.stage.tangents
+
+    @property
+    def gradient_inputs(self) -> tuple[int, ...]:
+        return tuple(zero.input for zero in self.zero_gradients)
 
     @property
     def weight_inputs(self) -> frozenset[int]:

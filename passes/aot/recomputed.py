@@ -34,6 +34,10 @@ class RecomputedStage:
         return self.stage.tangents
 
     @property
+    def gradient_inputs(self) -> tuple[int, ...]:
+        return self.stage.gradient_inputs
+
+    @property
     def weight_inputs(self) -> frozenset[int]:
         return self.stage.weight_inputs
 

@@ -210,7 +210,7 @@ def _compile(
         with stage_tracing(mode, training=training, autocast=autocast):
             tangents, gradients = eager_interface(module, examples, device=device, mode=mode)
         needs = tuple(i in gradients for i in range(len(examples)))
-        return EagerStage(module, needs, tangents, parameters, state), gradients, None
+        return EagerStage(module, needs, tangents, gradients, parameters, state), gradients, None
     graphs_to_code = graph_compiler(compiler)
     with stage_tracing(mode, training=training, autocast=autocast):
         graphs = export_stage(
@@ -233,12 +233,14 @@ def _to_code(
     inference = graphs.backward is None
     forward = compiler.compile(graphs.forward, backward=False, inference=inference)
     if graphs.backward is None:
-        return AotStage(graphs.n_outputs, forward, (), parameters)
+        return AotStage(graphs.n_outputs, forward, (), (), parameters)
     split = split_backward(graphs.backward, graphs.gradients, parameters) if split_weight_gradient else None
     if split is None:
         run = compiler.compile(graphs.backward, backward=True, inference=False)
         whole = BackwardGraph(run, graphs.backward_inputs, graphs.gradients)
-        return AotStage(graphs.n_outputs, forward, graphs.tangents, parameters, whole=whole)
+        return AotStage(
+            graphs.n_outputs, forward, graphs.tangents, graphs.gradient_inputs, parameters, whole=whole
+        )
     first = BackwardGraph(
         compiler.compile(split.input_graph, backward=True, inference=False),
         _at(graphs.backward_inputs, split.input_sources),
@@ -249,7 +251,15 @@ def _to_code(
         _at(graphs.backward_inputs, split.weight_sources),
         split.weight_gradients,
     )
-    return AotStage(graphs.n_outputs, forward, graphs.tangents, parameters, first=first, second=second)
+    return AotStage(
+        graphs.n_outputs,
+        forward,
+        graphs.tangents,
+        graphs.gradient_inputs,
+        parameters,
+        first=first,
+        second=second,
+    )
 
 
 def _at(sources: Sequence[BackwardInput], positions: Collection[int]) -> tuple[BackwardInput, ...]:

@@ -49,9 +49,9 @@ def test_model_outputs_of_microbatches_are_slices_of_eager_outputs(captured_fami
     programs = captured.partition.programs
     eager = captured.graph.graph_module(*captured.args)
     _, outputs = run_programs(captured.graph, programs, captured.args, n_microbatches)
-    per_sample = [o for o in programs.outputs if o.per_sample]
-    assert len(per_sample) == len(eager) - 1
-    for output in per_sample:
+    with_samples = [o for o in programs.outputs if o.batch_dim == 0]
+    assert len(with_samples) == len(eager) - 1
+    for output in with_samples:
         whole = torch.cat([found[output.index] for found in outputs])
         assert relative_error(whole, eager[output.index]) < 1e-5
 

@@ -22,7 +22,7 @@ def worker() -> AttentionWorker:
         LoopbackTransport(Mailbox(), 0),
         torch.device("cpu"),
     )
-    one.begin(StepInputs((), {}, (1.0,), 0))
+    one.begin(StepInputs((), {}, 0, trains=True))
     return one
 
 
