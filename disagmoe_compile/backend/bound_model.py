@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from disagmoe_compile.backend.plan_stages import Sizes, holding_stages
-from disagmoe_compile.backend.planning import choose_workload
 from disagmoe_compile.backend.sizing import choose_sizes
 from disagmoe_compile.capture import CapturedGraph, root_module
 from disagmoe_compile.config import Options
@@ -69,9 +68,6 @@ def bound_model(captured: CapturedGraph, partition: PartitionResult, options: Op
         topology, in_flight = Topology(**chosen["topology"]), chosen["in_flight"]
     else:
         topology, in_flight = known.topology, known.in_flight
-    choose_workload(
-        partition.programs, sizes, topology, options
-    )  # refuse a batch that does not divide before anything is bound
     stages = holding_stages(partition.programs, fqns, topology)
     where = placements(stages, topology, {fqn: p.shape for fqn, p in parameters.items()})
     if known is None:
