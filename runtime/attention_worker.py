@@ -197,11 +197,11 @@ class AttentionWorker(Worker):
             Message(
                 peer,
                 (
-                    torch.tensor([one.n_rows, one.n_pairs], device=self.device),
                     *sizes.token_rows.encode(tokens_TD[one.rows_R]),
                     torch.stack([one.pair_rows_P, expert_P[one.pairs_P] - owned.start]).to(torch.int32),
                     weight_P[one.pairs_P],
                 ),
+                header=torch.tensor([one.n_rows, one.n_pairs], device=self.device),
             )
             for peer, one, owned in zip(self.peers_of_stage(spec.index + 1), routes, owners, strict=True)
         ]

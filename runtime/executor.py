@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from disagmoe_compile.plan.action import Action, ActionKind
-from disagmoe_compile.plan.ir import Plan, Transfer
+from disagmoe_compile.plan.ir import Plan, Transfer, TransferKind
 from disagmoe_compile.runtime.failure import describe_failure
 from disagmoe_compile.runtime.messages import LostPeer, Receiving, ReceivingRouted, Sending, send
 from disagmoe_compile.runtime.timeline import Event
@@ -56,6 +56,7 @@ class Executor:
     def begin(self, step: StepInputs, number: int = 0) -> None:
         """Starts from nothing; `number` is the step's, for its events."""
         self.worker.begin(step)
+        self.worker.transport.buffers.begin_step()
         self._number = number
         self.sent_bytes: dict[str, int] = {}
         self.events: list[Event] = []
@@ -138,12 +139,17 @@ class Executor:
             receiving = receiving.wait()
         messages = receiving.wait()
         self._finish(ActionKind.RECV, _key(action), receiving.nbytes)
-        self.worker.arrived(self._transfer(action), _microbatch(action), messages)
+        transfer = self._transfer(action)
+        self.worker.arrived(transfer, _microbatch(action), messages)
+        if (
+            transfer.kind is not TransferKind.P2P
+        ):  # stages compute with what a residual brought, until their backward
+            receiving.release()
         return 0
 
     def _free(self, action: Action) -> int:
         if self._is_sender(action):
-            del self._sending[_key(action)]
+            self._sending.pop(_key(action)).release()
         else:
             self.worker.release(self._transfer(action), _microbatch(action))
         return 0

@@ -14,6 +14,7 @@ from disagmoe_compile.runtime.messages import (
     Receiving,
     ReceivingRouted,
     receive,
+    receive_headers,
 )
 from disagmoe_compile.runtime.routing import ReceivedPairs, receive_pairs, sum_pairs_to_rows
 from disagmoe_compile.runtime.stages import Boundary, ExpertStage, Saved
@@ -127,7 +128,7 @@ class ExpertWorker(Worker):
             return super().post_receive(transfer, microbatch)
         sources = self.peers_of_stage(transfer.src)
         header_specs = [Expected(peer, (((2,), torch.int64),)) for peer in sources]
-        headers = receive(self.transport, self.tags, transfer.name, microbatch, header_specs, self.device)
+        headers = receive_headers(self.transport, self.tags, transfer.name, microbatch, header_specs)
 
         def post_payload() -> Receiving:
             sizes = [message.tensors[0].tolist() for message in headers.messages]
@@ -135,10 +136,9 @@ class ExpertWorker(Worker):
                 self._payload(boundary_of(transfer), peer, *one)
                 for peer, one in zip(sources, sizes, strict=True)
             ]
-            payload = receive(
-                self.transport, self.tags, transfer.name, microbatch, expected, self.device, first_part=1
-            )
+            payload = receive(self.transport, self.tags, transfer.name, microbatch, expected)
             payload.nbytes += headers.nbytes
+            headers.release()
             return payload
 
         return ReceivingRouted(self.transport.when_arrived(headers.works, post_payload))

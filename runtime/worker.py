@@ -106,7 +106,9 @@ class Worker(ABC):
 
     @abstractmethod
     def take_in(self, transfer: Transfer, microbatch: int, messages: list[Message]) -> object:
-        """Turns arrived messages into the value that compute reads until FREE."""
+        """Turns arrived messages into the value that compute reads until FREE. Messages of M2N are overwritten afterwards: the
+        value must not be a view of them.
+        """
 
     def outgoing(self, transfer: Transfer, microbatch: int) -> list[Message]:
         try:
@@ -118,7 +120,7 @@ class Worker(ABC):
 
     def post_receive(self, transfer: Transfer, microbatch: int) -> Receiving | ReceivingRouted:
         expected = self.expected(transfer, microbatch)
-        return receive(self.transport, self.tags, transfer.name, microbatch, expected, self.device)
+        return receive(self.transport, self.tags, transfer.name, microbatch, expected)
 
     def arrived(self, transfer: Transfer, microbatch: int, messages: list[Message]) -> None:
         self._incoming[transfer.name, microbatch] = self.take_in(transfer, microbatch, messages)

@@ -7,6 +7,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from disagmoe_compile.runtime.buffers import Buffers
+
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -33,6 +35,11 @@ class Deferred(Protocol[T_co]):
 
 class Transport(Protocol):
     """Both sides of a message name the same size. Tensors are contiguous; those of no elements are never sent."""
+
+    @property
+    def buffers(self) -> Buffers:
+        """Memory for messages, of all plans that run over this transport."""
+        ...
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work: ...
 

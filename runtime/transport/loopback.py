@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Generic
 import torch
 
 from disagmoe_compile.errors import DisagMoEError
+from disagmoe_compile.runtime.buffers import Buffers
 from disagmoe_compile.runtime.transport.base import T, Work
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class LoopbackTransport:
 
     def __init__(self, mailbox: Mailbox, rank: int) -> None:
         self._mailbox, self._rank = mailbox, rank
+        self.buffers = Buffers(torch.device("cpu"))
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         key = (self._rank, dst, tag)

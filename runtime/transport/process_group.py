@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from disagmoe_compile.plan.topology import Role, Topology
+from disagmoe_compile.runtime.buffers import Buffers
 from disagmoe_compile.runtime.transport.base import T, Work
 
 Lane = tuple[Role, Role]  # (role of the sender, role of the receiver)
@@ -85,6 +86,7 @@ class ProcessGroupTransport:
         self._topology, self._lanes, self._replicas = topology, lanes, replicas
         self._timeout = timedelta(seconds=timeout_s)
         self._progress = ProgressThread()
+        self.buffers = Buffers(torch.device("cpu"))
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         lane = self._lanes[self._role, self._topology.group_of_rank(dst).role]

@@ -8,6 +8,7 @@ from torch import nn
 
 from disagmoe_compile.models.hf import build
 from disagmoe_compile.plan.ir import Plan, TransferKind
+from disagmoe_compile.runtime.buffers import Buffers
 from disagmoe_compile.simulator.plan_program import message_bytes
 from disagmoe_compile.testing.parity import Reference, assert_parity, eager_reference
 from disagmoe_compile.testing.virtual import CapturedCall, VirtualRun, capture_call, run_captured
@@ -111,3 +112,18 @@ def test_routing_weights_keep_their_type(captured):
     rows = ("tokens", "combined", "d_combined", "d_tokens")
     assert {types[name] for name in rows} == {"bfloat16"}
     assert (types["weights"], types["d_weights"]) == ("float32", "float32")
+
+
+def test_nothing_reads_a_message_after_its_buffer_was_given_back(captured, monkeypatch):
+    """Buffers are overwritten with NaN when they are free; two groups of each kind, for residuals between groups."""
+    call, reference = captured
+    give, given = Buffers.give, []
+
+    def poison(buffers, buffer):
+        given.append(buffer.fill_(255).numel())
+        give(buffers, buffer)
+
+    monkeypatch.setattr(Buffers, "give", poison)
+    run = run_captured(call, **WORLD, pipeline_groups=2, stage_compiler="aot_eager")
+    assert len(given) > 50
+    assert_parity(run.loss, run.gradients, reference)
