@@ -16,6 +16,7 @@ from rich.console import Console
 
 from disagmoe_compile.cli import plan_report
 from disagmoe_compile.cli.output import DebugOption, JsonOption, Output, command
+from disagmoe_compile.cli.plan_refine import MEASURED, SIMULATED, Refining, refined
 from disagmoe_compile.errors import InputError
 from disagmoe_compile.models.catalogue import find_model
 from disagmoe_compile.plan.sizing import Sizing, dump_sizing
@@ -141,7 +142,8 @@ def plan(
     refine: Annotated[
         str | None,
         typer.Option(
-            metavar="measured", help="Local search on steps of the real runtime; needs --model hf:FAMILY."
+            metavar="measured|simulated",
+            help="Local search on steps of the real runtime (needs --model hf:FAMILY), or on simulated steps.",
         ),
     ] = None,
     trials: Annotated[int, typer.Option(help="Plans that --refine tries.")] = 8,
@@ -178,7 +180,8 @@ def plan(
     if model is None or cluster is None or seq_length is None:
         raise InputError("give --model, --cluster and --seq-length (or --problem FILE)")
     is_local = cluster.split(":")[0] == LOCAL
-    measured = _choice("refine", {"measured": True}, refine)
+    _choice("refine", dict.fromkeys((MEASURED, SIMULATED), True), refine)
+    measured = refine == MEASURED
     request = _Request(
         model=_model(model),
         cluster=_local(cluster) if is_local else find_cluster(cluster, nodes),
@@ -206,16 +209,8 @@ def plan(
         check_drawable(plot)
     if swept is not None:
         return _sweep(request, swept, plot)
-    return _plan(
-        request, out, explain_it, plot, alternatives, _Measuring(model, trials, seed) if measured else None
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Measuring:
-    source: str
-    trials: int
-    seed: int
+    refining = None if refine is None else Refining(refine, model, trials, seed)
+    return _plan(request, out, explain_it, plot, alternatives, refining)
 
 
 def _plan(
@@ -224,17 +219,13 @@ def _plan(
     explain_it: bool,
     plot: Path | None,
     alternatives: int,
-    measuring: _Measuring | None,
+    refining: Refining | None,
 ) -> Output:
     problem = request.problem()
     found = request.sized(problem, alternatives)
     extra: dict[str, Any] = {}
-    if measuring is not None:
-        from disagmoe_compile.cli.plan_measure import refine_measured
-
-        found, extra["refinement"] = refine_measured(
-            problem, found, measuring.source, trials=measuring.trials, seed=measuring.seed
-        )
+    if refining is not None:
+        found, extra["refinement"] = refined(problem, found, refining)
     if out is not None:
         _write(found, out)
     if explain_it or plot is not None:

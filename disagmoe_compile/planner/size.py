@@ -101,23 +101,13 @@ def sizing_of(
         world_size=groups * (layout.attention_group_size + layout.ffn_group_size),
         attention_gpus=groups * layout.attention_group_size,
         ffn_gpus=groups * layout.ffn_group_size,
-        pipeline_groups=groups,
-        attention_group_size=layout.attention_group_size,
-        ffn_group_size=layout.ffn_group_size,
+        **choice_document(candidate),
         attention_nics=_whole(groups * candidate.attention_nics),
         ffn_nics=_whole(groups * candidate.ffn_nics),
-        n_microbatches=layout.n_microbatches,
-        micro_batch_size=layout.micro_batch_size,
-        microbatches_in_flight=policy.in_flight,
         global_batch_size=layout.global_batch_size,
         seq_length=problem.costs.seq_length,
         n_boundaries=problem.costs.n_boundaries,
         num_experts=problem.costs.num_experts,
-        recompute={
-            "attention": "stage" if policy.recompute_attention else "none",
-            "ffn": "stage" if policy.recompute_ffn else "none",
-        },
-        shared_experts_on="ffn" if layout.shared_on_ffn else "attention",
         shard_optimizer=policy.shard_optimizer,
         dedup=problem.options.dedup.value,
         t_attention_s=prediction.attention.busy_s / prediction.stages,
@@ -132,7 +122,7 @@ def sizing_of(
         },
         solver=solver,
         binding=binding_constraints(problem, model, candidate, prediction),
-        alternatives=tuple(_alternative(c, p) for c, p in others),
+        alternatives=tuple({**choice_document(c), "tokens_per_s": p.tokens_per_s} for c, p in others),
         inputs=_inputs(problem, model_document),
         versions=_versions(),
     )
@@ -200,7 +190,8 @@ def next_best(
     return sorted(found.values(), key=lambda f: -f[1].tokens_per_s)[:count]
 
 
-def _alternative(candidate: Candidate, prediction: Prediction) -> dict[str, Any]:
+def choice_document(candidate: Candidate) -> dict[str, Any]:
+    """The sizes of a choice under the names that plan files use."""
     layout, policy = candidate.layout, candidate.policy
     return {
         "pipeline_groups": layout.pipeline_groups,
@@ -214,7 +205,6 @@ def _alternative(candidate: Candidate, prediction: Prediction) -> dict[str, Any]
             "ffn": "stage" if policy.recompute_ffn else "none",
         },
         "shared_experts_on": "ffn" if layout.shared_on_ffn else "attention",
-        "tokens_per_s": prediction.tokens_per_s,
     }
 
 

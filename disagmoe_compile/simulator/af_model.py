@@ -37,6 +37,7 @@ GRADIENT_BYTES = 2
 class AFChoice:
     """What the planner decides. `order`: `rounds` as `passes/schedule/af_pipe.py` makes them, of `in_flight` micro-batches (twice
     as many are between first and last action; None: its default), or `list` as `list_schedule.py`, of at most `in_flight` in all.
+    `attention_nics`, `ffn_nics`: of one group, where they are not those of its GPUs.
     """
 
     pipeline_groups: int
@@ -51,6 +52,8 @@ class AFChoice:
     in_flight: int | None = None
     split_weight_gradient: bool = True
     order: str = "rounds"
+    attention_nics: float | None = None
+    ffn_nics: float | None = None
 
     def __post_init__(self) -> None:
         if self.order not in ("rounds", "list"):
@@ -218,7 +221,9 @@ class AFModel:
         found: dict[tuple[str, str], float] = {}
         for group in self.topology.groups:
             size = len(self.topology.ranks_of_group(group))
-            found[_link(group, "nic out")] = found[_link(group, "nic in")] = size * speed.nic
+            nics = self.choice.attention_nics if group.role is Role.ATTENTION else self.choice.ffn_nics
+            rate = size * speed.nic if nics is None else nics * speed.one_nic
+            found[_link(group, "nic out")] = found[_link(group, "nic in")] = rate
             found[_link(group, "link")] = size * speed.link
         return found
 

@@ -41,8 +41,11 @@ class Speed:
 
     @property
     def nic(self) -> float:
-        per_gpu = self.cluster.nics_per_node / self.cluster.gpus_per_node
-        return per_gpu * self.cluster.nic_bytes_per_s * self.cluster.efficiencies.network.value
+        return self.one_nic * self.cluster.nics_per_node / self.cluster.gpus_per_node
+
+    @property
+    def one_nic(self) -> float:
+        return self.cluster.nic_bytes_per_s * self.cluster.efficiencies.network.value
 
     @property
     def link(self) -> float:

@@ -61,6 +61,19 @@ def test_explain_shows_stages_ridges_and_one_more_and_draws_a_roofline(
         assert word in out
 
 
+def test_refinement_on_simulated_steps_reports_every_trial_and_returns_the_fastest(
+    disagmoe: CommandLine,
+) -> None:
+    arguments = (*FEW, "--alternatives", "0", "--refine", "simulated", "--trials", "2", "--json")
+    status, out, err = disagmoe(*arguments)
+    assert (status, err) == (0, "")
+    found = json.loads(out)
+    told = found["refinement"]
+    rates = [t["step_s"] / (t["attention_group_size"] * t["n_microbatches"]) for t in told["trajectory"]]
+    assert told["profile"] == "simulated" and len(rates) == 3
+    assert told["best_step_s"] / found["global_batch_size"] == min(rates) <= rates[0]
+
+
 def test_a_sweep_is_a_table_and_a_picture(disagmoe: CommandLine, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "sweep.png"
@@ -97,6 +110,7 @@ def test_a_sweep_is_a_table_and_a_picture(disagmoe: CommandLine, tmp_path: Path)
         ((*FEW, "--sweep", "nodes=1,x"), "'x' is not a whole number"),
         ((*FEW, "--ffn-group-size", "1"), "memory[ffn]"),
         ((*FEW, "--refine", "measured"), "give --model hf:FAMILY"),
+        ((*FEW, "--refine", "guessed"), "--refine must be one of measured, simulated"),
         ((*FEW, "--out", "/nowhere/plan.json"), "cannot write the plan file"),
         ((*FEW, "--time-limit", "0"), "time_limit_s"),
     ],
