@@ -35,6 +35,16 @@ class InfeasibleModel(InputError):
     """No values satisfy all constraints of a model."""
 
 
+class OutOfTime(DisagMoEError):
+    """The time limit came before any solution. `solver`: its name and version."""
+
+    def __init__(self, solver: str, time_limit_s: float, ended: str) -> None:
+        super().__init__(
+            f"no plan found within {time_limit_s:g} s ({solver}, {ended}): raise --time-limit, or fix more of the sizes"
+        )
+        self.solver, self.ended = solver, ended
+
+
 @dataclass(frozen=True, slots=True)
 class Solution:
     """Values by variable; `objective` is what they reach, `bound` the solver's upper bound on it (it is maximised)."""
@@ -85,7 +95,7 @@ class LinearModel:
 
 
 def solve_model(model: LinearModel, *, time_limit_s: float) -> Solution:
-    """Raises InputError where HiGHS is missing, InfeasibleModel, or DisagMoEError where the time was too short."""
+    """Raises InputError where HiGHS is missing, InfeasibleModel, or OutOfTime where the time was too short for any solution."""
     if not (math.isfinite(time_limit_s) and time_limit_s > 0):
         raise InputError(f"time_limit_s must be a positive number of seconds, got {time_limit_s!r}")
     try:
@@ -100,6 +110,7 @@ def solve_model(model: LinearModel, *, time_limit_s: float) -> Solution:
     if not solver.available():
         raise InputError("planning needs the HiGHS solver, and highspy is not installed: pip install highspy")
 
+    name = f"HiGHS {'.'.join(map(str, solver.version()))}"
     built = _to_pyomo(pyo, model)
     results = solver.solve(
         built,
@@ -117,18 +128,15 @@ def solve_model(model: LinearModel, *, time_limit_s: float) -> Solution:
             f"no solution satisfies all constraints ({names}); allow more GPUs, NICs or sizes"
         )
     if found not in (SolutionStatus.optimal, SolutionStatus.feasible):
-        raise DisagMoEError(
-            f"HiGHS stopped without a solution after {time_limit_s:g} s ({ended.name}, {found.name}); raise the time limit"
-        )
+        raise OutOfTime(name, time_limit_s, ended.name)
     results.solution_loader.load_vars()
     values = {name: pyo.value(built.x[name]) for name in model.variables}
-    version = ".".join(map(str, solver.version()))
     is_proven = ended is TerminationCondition.convergenceCriteriaSatisfied and found is SolutionStatus.optimal
     return Solution(
         values=values,
         objective=values[model.objective],
         bound=math.inf if results.objective_bound is None else float(results.objective_bound),
-        solver=f"HiGHS {version}",
+        solver=name,
         status="optimal" if is_proven else ended.name,
     )
 

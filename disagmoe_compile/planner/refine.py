@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from disagmoe_compile.errors import InputError
-from disagmoe_compile.planner.sizing_milp import best_of_layout, upper_bounds, with_best_nics
+from disagmoe_compile.planner.layout_search import best_of_layout, upper_bounds, with_best_nics
 from disagmoe_compile.planner.sizing_problem import Candidate, Layout, Policy, SizingProblem
 from disagmoe_compile.planner.step_model import StepModel
 

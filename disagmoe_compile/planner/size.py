@@ -12,8 +12,9 @@ from typing import Any
 from disagmoe_compile.plan.sizing import Sizing
 from disagmoe_compile.planner.hardware import Cluster, find_cluster
 from disagmoe_compile.planner.infeasible import explain_infeasible
+from disagmoe_compile.planner.layout_search import best_of_layout, upper_bounds
 from disagmoe_compile.planner.model_spec import ModelSpec
-from disagmoe_compile.planner.sizing_milp import Best, best_of_layout, solve_milp, upper_bounds
+from disagmoe_compile.planner.sizing_milp import Best, solve_milp
 from disagmoe_compile.planner.sizing_problem import (
     Candidate,
     GroupSizes,

@@ -123,6 +123,13 @@ def test_bad_input_is_one_line_and_status_2(
     assert err.startswith("disagmoe: error: ") and message in err
 
 
+def test_a_time_limit_gives_the_best_plan_so_far_its_gap_and_the_reason(disagmoe: CommandLine) -> None:
+    status, out, err = disagmoe(*FEW, "--alternatives", "0", "--time-limit", "1e-9", "--json")
+    solver = json.loads(out)["solver"]
+    assert (status, err, solver["status"]) == (0, "", "maxTimeLimit")
+    assert 0 <= solver["gap"] < 1
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"nics_per_node": -1}, "nics_per_node"), ({"gpu_flops": None}, "flops")],

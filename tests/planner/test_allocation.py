@@ -118,7 +118,7 @@ def check_against_enumeration(
     assert found.solver.gap < 1e-5
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(problems())
 def test_equals_enumeration_ties_included(problem: AllocationProblem) -> None:
     check_against_enumeration(problem)
@@ -214,7 +214,7 @@ def test_an_unfinished_solve_without_a_solution_is_an_error_of_the_run(
         return results
 
     monkeypatch.setattr(Highs, "solve", out_of_time)
-    with pytest.raises(DisagMoEError, match="without a solution after 7 s") as caught:
+    with pytest.raises(DisagMoEError, match="no plan found within 7 s") as caught:
         solve(AllocationProblem(1, 1, 1, 4, 4, 1, 1), time_limit_s=7)
     assert caught.value.exit_status == 1
 

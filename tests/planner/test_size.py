@@ -11,6 +11,7 @@ from sizing_cases import cluster_of, costs_of, problem_of
 from disagmoe_compile.errors import DisagMoEError
 from disagmoe_compile.planner.exhaustive import ranked
 from disagmoe_compile.planner.hardware import find_cluster
+from disagmoe_compile.planner.highs import OutOfTime
 from disagmoe_compile.planner.size import candidate_of, size
 from disagmoe_compile.planner.sizing_problem import SizingOptions, SizingProblem, TrainingWorkload
 from disagmoe_compile.planner.step_costs import model_costs
@@ -67,6 +68,25 @@ def test_a_solver_that_runs_out_of_time_with_a_plan_says_so(monkeypatch: pytest.
     monkeypatch.setattr(sizing_milp, "solve_model", early)
     found = size(problem_of())
     assert (found.solver["status"], found.solver["gap"]) == ("maxTimeLimit", pytest.approx(1.0))
+
+
+def test_a_time_limit_before_any_solution_leaves_the_best_predicted_plan_and_its_bound() -> None:
+    problem = problem_of(costs_of(boundaries=4), cluster_of(4, 3))
+    found, best = size(problem, time_limit_s=1e-9), ranked(problem)[0][0]
+    assert found.solver["status"] == "maxTimeLimit"
+    assert found.tokens_per_s <= best.tokens_per_s <= found.solver["bound"] * (1 + 1e-12)
+    assert found.solver["gap"] == pytest.approx(found.solver["bound"] / found.tokens_per_s - 1)
+
+
+def test_a_time_limit_before_any_plan_is_a_failure_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from disagmoe_compile.planner import layout_search
+
+    monkeypatch.setattr(layout_search, "PLANS_TO_PREDICT", 0)
+    with pytest.raises(OutOfTime, match=r"no plan found within 1e-09 s .*raise --time-limit") as caught:
+        size(problem_of(), time_limit_s=1e-9)
+    assert caught.value.exit_status == 1
 
 
 def test_a_solver_that_keeps_claiming_what_does_not_hold_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

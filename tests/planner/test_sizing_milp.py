@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from sizing_cases import sizing_problems
 
-from disagmoe_compile.planner import sizing_milp
+from disagmoe_compile.planner import layout_search
 from disagmoe_compile.planner.exhaustive import ranked
 from disagmoe_compile.planner.sizing_milp import solve_milp
 from disagmoe_compile.planner.sizing_problem import SizingProblem
@@ -28,7 +28,7 @@ def check_against_search(problem: SizingProblem) -> None:
     assert best.candidate in [candidate for _, candidate in every]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(sizing_problems())
 def test_equals_a_search_of_every_choice(problem: SizingProblem) -> None:
     check_against_search(problem)
@@ -41,9 +41,9 @@ def test_equals_a_search_of_every_choice_on_thousands(problem: SizingProblem) ->
     check_against_search(problem)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(sizing_problems())
 def test_needs_no_plans_predicted_beforehand(problem: SizingProblem) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizing_milp, "PLANS_TO_PREDICT", 0)
+        patch.setattr(layout_search, "PLANS_TO_PREDICT", 0)
         check_against_search(problem)
