@@ -17,7 +17,7 @@ Legend: T tokens, E experts, C slots an expert, D hidden size, H expert hidden s
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -226,26 +226,41 @@ class Origin(StrEnum):
 
 
 def origin(graph: fx.Graph, rows: fx.Node) -> Origin:
-    written_to = {node for storage in _writes(graph).values() for node in storage}
+    return _origin(rows, {node for storage in _writes(graph).values() for node in storage})
+
+
+def _origin(rows: fx.Node, written_to: Collection[fx.Node]) -> Origin:
     pending, seen = [rows], set()
     while pending:
         node = pending.pop()
         if node in seen or not is_tensor(node):
             continue
         seen.add(node)
+        product = read_product(node)
         if any((rank_of(source) or 0) >= 3 and is_stacked(source) for source in node.all_input_nodes):
+            if product is not None and _sums_experts(product):
+                continue
             return Origin.EXPERTS
         if _is_learned(node):
             continue
         if node in written_to or is_call(node, *_FILLS) or _picks_by_number(node):
             return Origin.FILLED
-        product = read_product(node)
         if product is not None and product.summed:
+            if any(_origin(term.node, written_to) is Origin.EXPERTS for term in product.terms):
+                continue  # what the experts of an earlier region return for each token
             return Origin.FILLED
         if is_call(node, *_KEEPS_ROWS) or target_name(node) in POINTWISE:
             width = shape(rows)[-1]
             pending += [n for n in node.all_input_nodes if rank_of(n) and shape(n)[-1] == width]
     return Origin.TOKENS
+
+
+def _sums_experts(product: Product) -> bool:
+    """Whether it multiplies with the experts' matrices and sums over them: what an earlier region returns for each token."""
+    return any(
+        is_stacked(term.node) and len(term.letters) >= 3 and term.letters[0] not in product.letters
+        for term in product.terms
+    )
 
 
 def _picks_by_number(node: fx.Node) -> bool:
