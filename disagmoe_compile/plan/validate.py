@@ -1,21 +1,4 @@
-"""Every rule that a plan must keep, and what it breaks. No plan runs unvalidated.
-
-    stages         numbered 0..2B, alternating; a parameter has one owner, on the group of all its users
-    transfers      each boundary has exactly its transfers, between the right stages, mirrored for the backward
-    workload       ranks x micro-batches hold the global batch, in micro-batches no larger than they must be
-    experts        no FFN rank without an expert
-    lowered        both schedules are lowered, for the groups of the topology
-    placement      each action on the group of its stage, naming what exists
-    completeness   each stage and micro-batch: F once, and B once or I and W once
-    matching       each message sent once, received once
-    wait           one WAIT on either side of a message, between RECV and use; a WAIT for a compute event after that compute
-    free           one FREE on either side, after the last use
-    size-order     a RECV after the action that fixes its sizes
-    order          backward after forward, W after I, hand-overs inside a group, SEND after compute
-    reduce-grad    one REDUCE_GRAD per owning stage with replicas, after its last gradient
-    memory         activations held at once within `resident_limit`
-    deadlock       host order with rendezvous reaches the end
-    race           what one stream makes and another uses is ordered by queues and WAITs
+"""Which of the rules (`violation.RULES`) a plan breaks. No plan runs unvalidated.
 
 Memory, deadlocks and races are judged only on schedules whose actions are all there and in place (placement, completeness,
 matching). For S actions, X of them WAITs, and G groups the cost is O(S + X * G).
@@ -23,7 +6,8 @@ matching). For S actions, X of them WAITs, and G groups the cost is O(S + X * G)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from disagmoe_compile.errors import PlanError
 from disagmoe_compile.plan import completeness, ordering, structure
@@ -32,9 +16,11 @@ from disagmoe_compile.plan.completeness import Case
 from disagmoe_compile.plan.ir import Plan, Schedule
 from disagmoe_compile.plan.steps import number_steps
 from disagmoe_compile.plan.transfers import Routes
-from disagmoe_compile.plan.violation import Violation
+from disagmoe_compile.plan.violation import Violation, grid_around
 
-_SHOWN = 5  # violations in the one-line message of the error; all of them are in its `violations`
+_SHOWN = (
+    5  # violations in the one-line message of the error, and with a grid; all of them are in its `violations`
+)
 
 
 @collector_paused()
@@ -49,12 +35,15 @@ def validate(plan: Plan) -> list[Violation]:
         return found  # schedules name stages and transfers: nothing sensible can be said of them
     for schedule, is_training in ((plan.training, True), (plan.forward_only, False)):
         if schedule is not None:
-            found += _check_schedule(plan, schedule, is_training)
+            found += _with_grids(schedule, _check_schedule(plan, schedule, is_training))
     return found
 
 
 def check(plan: Plan) -> None:
-    """Raise PlanError unless the plan keeps every rule; its `violations` has every one that is broken, with its table."""
+    """Raise PlanError unless the plan keeps every rule; its `violations` has every one that is broken, with its table.
+
+    The message is one line; a traceback also shows the first table, in which the failing step is marked.
+    """
     found = validate(plan)
     if not found:
         return
@@ -64,7 +53,19 @@ def check(plan: Plan) -> None:
     texts = [
         f"{violation}\n{violation.detail}" if violation.detail else str(violation) for violation in found
     ]
-    raise PlanError(f"the plan breaks {len(found)} rule{'s' * (len(found) > 1)}: {shown}", texts)
+    error = PlanError(f"the plan breaks {len(found)} rule{'s' * (len(found) > 1)}: {shown}", texts)
+    for violation in [one for one in found if one.detail][:1]:
+        error.add_note(f"{violation}\n{violation.detail}")
+    raise error
+
+
+def _with_grids(schedule: Schedule, violations: Iterable[Violation]) -> list[Violation]:
+    """The first few show their step in the grid of all groups."""
+    found = list(violations)
+    for index, one in enumerate(found[:_SHOWN]):
+        if one.group in schedule.actions and one.position is not None and not one.detail:
+            found[index] = replace(one, detail=grid_around(schedule, one.group, one.position))
+    return found
 
 
 def _check_schedule(plan: Plan, schedule: Schedule, is_training: bool) -> Iterator[Violation]:

@@ -7,6 +7,7 @@ import pytest
 from disagmoe_compile.errors import PlanError
 from disagmoe_compile.passes.schedule.af_pipe import af_pipe
 from disagmoe_compile.plan import Action, Group, Plan, Role, Topology, check, overlap, validate
+from disagmoe_compile.plan.violation import RULES, Violation
 from disagmoe_compile.testing.plans import example_plan
 
 A0, F0 = Group(Role.ATTENTION, 0), Group(Role.FFN, 0)
@@ -54,14 +55,59 @@ def rules(plan: Plan) -> list[str]:
     return sorted({violation.rule for violation in validate(plan)})
 
 
+def on_a_foreign_group() -> Plan:
+    free = "1FREE[dispatch.0]0"
+    plan = without(PLAN, F0, free)
+    return with_list(plan, A0, [*plan.training.of(A0), *parse(free)])
+
+
+BROKEN = {
+    "stages": dataclasses.replace(PLAN, stages=PLAN.stages[::-1]),
+    "transfers": with_transfer(PLAN, "combine_bwd.0", backward_of="combine.1"),
+    "workload": dataclasses.replace(PLAN, workload=dataclasses.replace(PLAN.workload, global_batch_size=5)),
+    "experts": with_stage(PLAN, 1, num_experts=1),
+    "lowered": dataclasses.replace(PLAN, training=af_pipe(PLAN.topology, 2)),
+    "placement": on_a_foreign_group(),
+    "completeness": without(PLAN, A0, "2F1"),
+    "matching": without(PLAN, A0, "0SEND[dispatch.0]1"),
+    "wait": without(PLAN, A0, "0WAIT[dispatch.0]0@comm_send"),
+    "free": moved(PLAN, A0, "2FREE[combine.0]0", before="2F0"),
+    "size-order": moved(PLAN, A0, "2RECV[combine.0]0", before="0SEND[dispatch.0]0"),
+    "order": moved(PLAN, A0, "2W0", before="2I0"),
+    "reduce-grad": without(PLAN, A0, "0REDUCE_GRAD[grads.0]"),
+    "memory": dataclasses.replace(PLAN, resident_limit=PLAN.resident_limit - 1),
+    "deadlock": moved(PLAN, F0, "1WAIT[dispatch.0]1", before="1F0"),
+    "race": without(PLAN, A0, "0WAIT[F]0@comm_send"),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_is_broken_by_one_change_which_is_reported_and_nothing_else_is(rule):
+    assert rules(BROKEN[rule]) == [rule]
+
+
+@pytest.mark.parametrize("rule", ["placement", "free", "size-order", "order", "deadlock", "race"])
+def test_an_error_of_a_schedule_marks_its_step_in_the_grid_of_all_groups(rule):
+    with pytest.raises(PlanError) as caught:
+        check(BROKEN[rule])
+    violation = next(one for one in validate(BROKEN[rule]) if one.position is not None)
+    (note,) = caught.value.__notes__
+    head, *rows = note.splitlines()[1:]
+    assert head.split() == ["attention.0", "ffn.0"]
+    action = BROKEN[rule].training.of(violation.group)[violation.position]
+    assert any(f">> {violation.position} {action}" in row for row in rows)
+    assert all(len(row) < 130 for row in rows) and 7 <= len(rows) <= 13
+
+
+def test_a_violation_of_no_known_rule_cannot_be_made():
+    with pytest.raises(ValueError, match="'tidiness' is no rule of a plan; there are stages, transfers"):
+        Violation("tidiness", "the plan is untidy")
+
+
 @pytest.mark.parametrize("plan", [PLAN, TWO_GROUPS])
 def test_examples_keep_every_rule(plan):
     assert validate(plan) == []
     check(plan)
-
-
-def test_stages_must_be_numbered_in_order():
-    assert rules(dataclasses.replace(PLAN, stages=PLAN.stages[::-1])) == ["stages"]
 
 
 def test_a_parameter_has_one_owner():
@@ -73,15 +119,6 @@ def test_a_parameter_is_not_shared_across_groups():
     assert rules(with_stage(TWO_GROUPS, 4, param_fqns=("layers.2.attention", "layers.0.attention"))) == []
     plan = with_stage(TWO_GROUPS, 2, param_fqns=("layers.1.attention", "layers.0.attention"))
     assert rules(plan) == ["stages"]
-
-
-def test_workload_must_multiply_out():
-    workload = dataclasses.replace(PLAN.workload, global_batch_size=5)
-    assert rules(dataclasses.replace(PLAN, workload=workload)) == ["workload"]
-
-
-def test_every_ffn_rank_needs_an_expert():
-    assert rules(with_stage(PLAN, 1, num_experts=1)) == ["experts"]
 
 
 def test_transfers_join_the_right_stages():
@@ -107,20 +144,9 @@ def test_a_residual_inside_one_group_is_reported():
     assert rules(dataclasses.replace(PLAN, transfers=(*PLAN.transfers, residual))) == ["transfers"]
 
 
-def test_a_compute_only_schedule_cannot_run():
-    assert rules(dataclasses.replace(PLAN, training=af_pipe(PLAN.topology, 2))) == ["lowered"]
-
-
 def test_a_schedule_for_other_groups_is_reported():
     schedule = dataclasses.replace(PLAN.training, actions={A0: PLAN.training.of(A0)})
     assert rules(dataclasses.replace(PLAN, training=schedule)) == ["lowered"]
-
-
-def test_an_action_on_a_foreign_group_is_misplaced():
-    free = "1FREE[dispatch.0]0"
-    plan = without(PLAN, F0, free)
-    plan = with_list(plan, A0, [*plan.training.of(A0), *parse(free)])
-    assert rules(plan) == ["placement"]
 
 
 @pytest.mark.parametrize(
@@ -194,10 +220,6 @@ def test_nothing_is_freed_twice():
     assert rules(plan) == ["free"]
 
 
-def test_nothing_is_freed_before_its_last_use():
-    assert rules(moved(PLAN, A0, "2FREE[combine.0]0", before="2F0")) == ["free"]
-
-
 @pytest.mark.parametrize(
     ("plan", "group", "receive", "source"),
     [
@@ -213,10 +235,6 @@ def test_a_receive_is_posted_only_once_its_sizes_are_known(plan, group, receive,
 
 def test_a_send_comes_after_its_compute():
     assert rules(moved(PLAN, A0, "0F0", after="0SEND[dispatch.0]0")) in (["order", "wait"], ["order"])
-
-
-def test_the_weight_gradient_comes_after_the_input_gradient():
-    assert rules(moved(PLAN, A0, "2W0", before="2I0")) == ["order"]
 
 
 def test_parts_of_an_overlap_do_not_depend_on_each_other():
@@ -252,11 +270,6 @@ def test_gradients_are_reduced_after_the_last_of_them():
 def test_a_tied_parameter_is_reduced_after_the_gradient_of_the_head():
     plan = example_plan(Topology(2, 1, 1, 1, 1, tied_head=True), 1)
     assert rules(moved(plan, A0, "2W0", after="0REDUCE_GRAD[grads.0]")) == ["reduce-grad"]
-
-
-def test_activations_stay_within_the_limit():
-    plan = dataclasses.replace(PLAN, resident_limit=PLAN.resident_limit - 1)
-    assert rules(plan) == ["memory"]
 
 
 def pulled(plan: Plan, group: Group, texts: list[str], before: str) -> Plan:
