@@ -67,8 +67,7 @@ class LinearizeLoss:
 
 
 def loss_index(graph_module: fx.GraphModule) -> int | None:
-    """Flat index of the loss: the 0-d float output that requires grad and that no other such output is made
-    of.
+    """Flat index of the loss: the 0-d float output of samples that requires grad and that no other such output is made of.
 
     Without gradients (eval) every computed 0-d float output is a candidate. Raises UnsupportedModelError if
     two remain.
@@ -82,7 +81,9 @@ def loss_index(graph_module: fx.GraphModule) -> int | None:
     scalars = [
         i
         for i in scalars
-        if results[i].op != "placeholder" and _head_value(graph_module, results[i]) is not None
+        if results[i].op != "placeholder"
+        and _head_value(graph_module, results[i]) is not None
+        and _is_made_of_samples(graph_module, results[i])
     ]
     with_grad = [i for i in scalars if value(results[i]).requires_grad]
     candidates = with_grad or [i for i in scalars if _is_computed(graph_module, results[i])]
@@ -117,6 +118,19 @@ def _head_value(graph_module: fx.GraphModule, result: fx.Node) -> fx.Node | None
     head = graph_module.get_submodule(str(call.target))
     owned = output_node(head.graph).args[0][result.args[1]]
     return owned.args[0]
+
+
+def _is_made_of_samples(graph_module: fx.GraphModule, result: fx.Node) -> bool:
+    """Whether a result of the head depends on more than parameters and buffers: a norm of weights is no loss of a batch."""
+    call = head_call(graph_module)
+    head = graph_module.get_submodule(str(call.target))
+    made_of = _ancestors(_head_value(graph_module, result))
+    state = (InputKind.PARAMETER, InputKind.BUFFER)
+    for node, argument in zip(placeholders(head.graph), call.args):
+        source = source_of(argument) if isinstance(argument, fx.Node) else None
+        if node in made_of and (source is None or source.kind not in state):
+            return True
+    return False
 
 
 def _is_computed(graph_module: fx.GraphModule, result: fx.Node) -> bool:

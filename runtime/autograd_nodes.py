@@ -112,7 +112,9 @@ class TwoPhases(torch.autograd.Function):
         executor.worker.seeds = _seeds(session, done.scales, incoming)
         session.run(executor, prepared.backward_actions)
         # whether a GradScaler made the incoming gradients cannot be told from them
-        gradients = session.take_gradients(executor.worker, spread_overflows=True)
+        seeded = [o.index for o, g in zip(session.gathered, incoming, strict=True) if g is not None]
+        reached = session.reached(frozenset(seeded))
+        gradients = session.take_gradients(executor.worker, spread_overflows=True, reached=reached)
         executor.worker.end()
         return (None, None, *_padded(gradients, ctx.n_arguments))
 

@@ -98,20 +98,23 @@ class Session:
         uses_rng: bool,
         trains: bool,
         two_phases: bool,
+        reached: Callable[[frozenset[int]], frozenset[int]],
         world: dist.ProcessGroup,
     ) -> None:
-        """By position of the argument: `parameters`, `inputs`, and which of these want a gradient (`input_gradients`)."""
+        """By position of the argument: `parameters`, `inputs`, and which of these want a gradient (`input_gradients`).
+
+        `reached`: from indices of outputs to the arguments that gradients into these outputs reach.
+        """
         self._binding, self._prepare = binding, prepare
         self._loss, self._outputs, self._buffer_updates = loss, outputs, buffer_updates
         self._parameters, self._inputs, self._input_gradients = parameters, inputs, input_gradients
         self._uses_rng, self._trains, self._two_phases = uses_rng, trains, two_phases
-        self.world = world
+        self.world, self.reached = world, reached
         self.gathered = [one for one in outputs if one.is_gathered]
         self.seed = 1.0
         self._prepared: Prepared | None = None
         self._events: deque[list[Event]] = deque(maxlen=_STEPS_KEPT)
         self._sent_bytes: Counter[str] = Counter()
-        self._has_warned = False
         self.step_count = 0
         self.created = next(_COUNTER)
         _SESSIONS.add(self)
@@ -249,12 +252,18 @@ class Session:
     def _broadcast(self, tensor: torch.Tensor, rank: int) -> None:
         dist.broadcast(tensor, rank, group=self.world)
 
-    def take_gradients(self, worker: Worker, *, spread_overflows: bool) -> list[torch.Tensor | None]:
-        """By argument position, of parameters that this rank owns and of inputs; the worker's are gone afterwards.
+    def take_gradients(
+        self, worker: Worker, *, spread_overflows: bool, reached: frozenset[int] | None = None
+    ) -> list[torch.Tensor | None]:
+        """By argument position, of parameters that this rank owns and of inputs; the worker's are gone afterwards. None where
+        nothing leads to, as in eager: of all arguments but those `reached`.
 
         With `spread_overflows` (collective) a gradient that is not finite on one rank is made known to all, so that a GradScaler
         skips the step on all of them.
         """
+        if reached is not None:
+            names = {fqn for position, fqn in self._parameters.items() if position in reached}
+            worker.gradients = {fqn: g for fqn, g in worker.gradients.items() if fqn in names}
         if spread_overflows:
             with self.explained("looking for overflows"):
                 spread_nonfinite(list(worker.gradients.values()), self.world)
@@ -264,6 +273,8 @@ class Session:
             found[position] = worker.gradients.get(fqn)
         worker.gradients = {}
         for position in self._input_gradients:
+            if reached is not None and position not in reached:
+                continue
             found[position] = self._sum_input_gradient(worker, position)
         return found
 
@@ -294,10 +305,10 @@ class Session:
             raise describe_failure(error, dist.get_rank(), what, [], default_store()) from error
 
     def _warn_of_gathering(self, prepared: Prepared) -> None:
-        """Once, on rank 0, what it costs that the script gets whole outputs while training."""
-        if self._has_warned or not self._two_phases or dist.get_rank():
+        """Once a model, on rank 0: what it costs that the script gets whole outputs while training."""
+        if self._binding in _TOLD or not self._two_phases or dist.get_rank():
             return
-        self._has_warned = True
+        _TOLD.add(self._binding)
         shapes = {one.index: prepared.output_shapes[one.index] for one in self.gathered}
         nbytes = sum(math.prod(shapes[o.index]) * o.dtype.itemsize for o in self.gathered if o.dtype)
         warnings.warn(
@@ -308,6 +319,7 @@ class Session:
 
 
 _COUNTER = itertools.count()
+_TOLD: weakref.WeakSet[Binding] = weakref.WeakSet()  # models whose gathering has been warned of
 _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from disagmoe_compile.capture import CapturedGraph, symbol_values
 from disagmoe_compile.config import Options
 from disagmoe_compile.inspect.dump import GraphDumper
 from disagmoe_compile.inspect.structured import structured_trace
+from disagmoe_compile.passes.gradient_reach import reached_inputs
 from disagmoe_compile.passes.pipeline import PartitionResult
 from disagmoe_compile.passes.probe import check_order_of_samples
 from disagmoe_compile.passes.program import InputKind, LossProgram, ModelPrograms, bind
@@ -83,6 +85,7 @@ def make_session(
         uses_rng=any(program.uses_rng for program in programs.attention),
         trains=trains,
         two_phases=two_phases,
+        reached=functools.cache(functools.partial(reached_inputs, programs)),
         world=model.groups.world,
     )
 
