@@ -15,8 +15,10 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from disagmoe_compile.passes import metadata
+from disagmoe_compile.passes.experts_op import experts
 from disagmoe_compile.passes.partition import STAGE, AttentionStage
 
+_BEFORE_PARAMETERS = 4  # tokens, token and expert of each pair, weights
 _ROOT = re.compile(r"^L\['\w+'\]\.?(_modules\.)?")
 
 
@@ -53,12 +55,16 @@ def named_copy(graph: fx.Graph, names: Mapping[fx.Node, str]) -> fx.Graph:
 
 
 def names_passed(graph: fx.Graph, names: Mapping[fx.Node, str]) -> dict[str, tuple[str, ...]]:
-    """Module -> what its first call passes, by name."""
+    """Module -> what its first call passes, by name. The function of an expert gets rows, weights and the expert's slices."""
     found: dict[str, tuple[str, ...]] = {}
     for node in graph.nodes:
+        passed = tuple(names.get(a, "") if isinstance(a, fx.Node) else "" for a in node.args)
         if node.op == "call_module":
-            passed = tuple(names.get(a, "") if isinstance(a, fx.Node) else "" for a in node.args)
             found.setdefault(str(node.target), passed)
+        elif node.target is experts:
+            function = node.kwargs["function"]
+            assert isinstance(function, fx.Node)
+            found.setdefault(str(function.target), ("rows", "weight", *passed[_BEFORE_PARAMETERS:]))
     return found
 
 

@@ -18,6 +18,7 @@ from disagmoe_compile.inspect.pass_pair import PairRecorder
 from disagmoe_compile.inspect.readable_names import readable_names
 from disagmoe_compile.passes import metadata
 from disagmoe_compile.passes.base import PassReport, bound_options
+from disagmoe_compile.passes.experts_op import experts
 from disagmoe_compile.passes.linearize_loss import LinearizeLoss
 from disagmoe_compile.passes.program import InputKind, StageInput
 
@@ -108,6 +109,23 @@ def test_what_a_call_passes_names_the_arguments_of_the_graph_inside() -> None:
     text = render(graph_module)
     inner = text[text.index("class GraphModule_inner") : text.index("class GraphModule(")]
     assert "def forward(self, matmul" in inner
+
+
+def test_the_function_of_an_expert_takes_parameters_by_their_names() -> None:
+    root = torch.nn.Module()
+    function = fx.Graph()
+    rows, weight, up = (function.placeholder(name) for name in ("rows", "weight", "param_0"))
+    function.output(function.call_function(torch.mul, (function.call_function(torch.mm, (rows, up)), weight)))
+    root.add_module("expert_function_0", fx.GraphModule(torch.nn.Module(), function))
+    graph = fx.Graph()
+    given = [graph.placeholder(name) for name in ("tokens", "token_P", "expert_P", "weight_P", "up")]
+    up_source = StageInput(InputKind.PARAMETER, "layers.0.experts.up", 4, (2, 3, 3), torch.float32)
+    given[-1].meta[metadata.SOURCE] = up_source
+    called = {"function": graph.get_attr("expert_function_0"), "num_experts": 2}
+    graph.output(graph.call_function(experts, tuple(given), called))
+    text = render(fx.GraphModule(root, graph))
+    assert "def forward(self, rows, weight, layers_0_experts_up)" in text
+    assert "torch.mm(rows, layers_0_experts_up)" in text
 
 
 def test_the_header_names_what_the_pass_was_constructed_with(tmp_path: Path) -> None:
