@@ -10,7 +10,7 @@ the pipeline's fill; what is reported is simulated. A choice that does not fit i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -74,7 +74,7 @@ class Setting:
 def best(setting: Setting, system: str) -> Result:
     """The fastest choice of a system. Raises InputError where no sizes fit together."""
     if system == "af_pipe":
-        return _fastest(_af_models(setting), _af_estimate, af_result, "af_pipe", setting.simulated)
+        return _fastest(_af_models(setting), _AFEstimates().of, af_result, "af_pipe", setting.simulated)
     rivals = (
         RivalModel(setting.model, setting.cluster, c, setting.assumptions)
         for c in _rival_choices(setting, system)
@@ -150,8 +150,46 @@ def _af_models(setting: Setting) -> Iterator[AFModel]:
                                 yield AFModel(model, setting.cluster, choice, setting.assumptions)
 
 
-def _af_estimate(af: AFModel) -> Estimate:
+@dataclass(frozen=True, slots=True)
+class _AFLoad:
+    """What choices with other numbers in flight share: seconds a step on each resource and of a micro-batch's way, bytes."""
+
+    busiest_s: float
+    trip_s: float
+    state: Mapping[str, float]
+    kept: tuple[float, float]
+    worked_on: tuple[float, float]
+
+
+class _AFEstimates:
     """Load of the busiest resource of a step, the fill, and stalls where few micro-batches are in flight."""
+
+    def __init__(self) -> None:
+        self._loads: dict[AFChoice, _AFLoad] = {}
+
+    def of(self, af: AFModel) -> Estimate:
+        choice, model = af.choice, af.model
+        shared = replace(choice, in_flight=None)
+        if shared not in self._loads:
+            self._loads[shared] = _af_load(af)
+        load, p, n = self._loads[shared], choice.pipeline_groups, choice.n_microbatches
+        layers = model.n_boundaries / p
+        q = min(choice.in_flight or 4 * p, n)
+        stall = max(1.0, p * load.trip_s / (q * load.busiest_s / (n * layers))) * (1 + 0.1 * 2 * p / q)
+        step = load.busiest_s * (1 + 2 * (2 * p - 1) / (n * layers)) * stall
+        held = [
+            load.state[role]
+            + q * -(-model.n_boundaries // p) * load.kept[side]
+            + again * load.worked_on[side]
+            for side, (role, again) in enumerate(
+                (("attention", choice.recompute_attention), ("ffn", choice.recompute_ffn))
+            )
+        ]
+        tokens_per_s = choice.sequences * model.seq_length / step
+        return Estimate(tokens_per_s, max(held) <= af.cluster.gpu.memory_bytes * USABLE_MEMORY)
+
+
+def _af_load(af: AFModel) -> _AFLoad:
     choice, model, speed = af.choice, af.model, Speed(af.cluster)
     p, n = choice.pipeline_groups, choice.n_microbatches
     layers = model.n_boundaries / p
@@ -167,22 +205,14 @@ def _af_estimate(af: AFModel) -> Estimate:
         n * layers * out,
         n * layers * back,
     )
-    q = min(choice.in_flight or 4 * p, n)
-    trip = attention.forward + attention.backward + experts.forward + experts.backward + 2 * out
-    stall = max(1.0, p * trip / (q * max(loads) / (n * layers))) * (1 + 0.1 * 2 * p / q)
-    step = max(loads) * (1 + 2 * (2 * p - 1) / (n * layers)) * stall
-    state = af_state_bytes(af, True)
-    kept = _kept(af)
     full = replace(choice, recompute_attention=False, recompute_ffn=False)
-    worked_on = _kept(AFModel(model, af.cluster, full))
-    held = [
-        state[role] + q * -(-model.n_boundaries // p) * kept[side] + recomputes * worked_on[side]
-        for side, (role, recomputes) in enumerate(
-            (("attention", choice.recompute_attention), ("ffn", choice.recompute_ffn))
-        )
-    ]
-    tokens_per_s = choice.sequences * model.seq_length / step
-    return Estimate(tokens_per_s, max(held) <= af.cluster.gpu.memory_bytes * USABLE_MEMORY)
+    return _AFLoad(
+        busiest_s=max(loads),
+        trip_s=attention.forward + attention.backward + experts.forward + experts.backward + 2 * out,
+        state=af_state_bytes(af, True),
+        kept=_kept(af),
+        worked_on=_kept(AFModel(model, af.cluster, full)),
+    )
 
 
 def _kept(af: AFModel) -> tuple[float, float]:

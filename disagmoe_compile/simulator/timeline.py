@@ -76,20 +76,21 @@ class Timeline:
 
     def share(self, group: Group) -> Share:
         """How the group's compute spends the step."""
-        busy = _union((start, end) for action, start, end in self.events(group) if _is_compute(action))
-        spent = _measure(busy)
-        waits = _measure(_union([*busy, *self._waits(group)])) - spent
-        return Share(spent, waits, self.makespan - spent - waits)
-
-    def _waits(self, group: Group) -> Iterator[Interval]:
-        """When the list of a group waits for a message that is on its way, or its gradients are being summed."""
+        computes: list[Interval] = []
+        waits: list[Interval] = []  # for a message that is on its way, or while gradients are being summed
         for action, start, end in self.events(group):
-            if action.kind is ActionKind.REDUCE_GRAD:
-                yield start, end
+            if _is_compute(action):
+                computes.append((start, end))
+            elif action.kind is ActionKind.REDUCE_GRAD:
+                waits.append((start, end))
             elif action.kind is ActionKind.WAIT and action.transfer is not None and end > start:
                 assert action.microbatch is not None
                 move = self.placed.message[action.transfer, action.microbatch]
-                yield max(start, self.times.start[move]), end
+                waits.append((max(start, self.times.start[move]), end))
+        busy = _union(computes)
+        spent = _measure(busy)
+        exposed = _measure(_union([*busy, *waits])) - spent
+        return Share(spent, exposed, self.makespan - spent - exposed)
 
     def busiest(self) -> Group:
         """The group whose compute is busy longest, the critical one; the first of equals."""

@@ -1,9 +1,10 @@
-"""One function a figure: the paper's experiment in our simulator, under the one setting of `setting.py`."""
+"""One function a figure: the paper's experiment in our simulator, under the one setting of `setting.py`. Made once a process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 
 from disagmoe_compile.planner.step_costs import Dedup
 from disagmoe_compile.simulator.af_model import AFChoice, AFModel
@@ -17,6 +18,7 @@ RIVALS = ("megatron_1f1b", "tutel", "comet", "dualpipe")
 _BATCH = "batch, parallel sizes and kernels of the paper are not known to us"
 
 
+@cache
 def fig3() -> Figure:
     """Share of a step in exposed all-to-all, Megatron with EP over all GPUs, against nodes."""
     paper = {1: 0.22, 8: 0.78}
@@ -40,6 +42,7 @@ def fig3() -> Figure:
     return Figure("fig3", "Exposed all-to-all, Megatron", "nodes", "share of the step", rows)
 
 
+@cache
 def fig6() -> Figure:
     """Shares of a step for Qwen3 on 8 nodes against sequence length. `A / C` is over half of the communication: that is what
     makes the paper's own shares and ratios agree (28.38 / (52.40 / 2) = 1.08)."""
@@ -70,6 +73,7 @@ def fig6() -> Figure:
     return Figure("fig6", "Qwen3 on 8 nodes, Megatron", "tokens of a sequence", "share, or ratio", rows)
 
 
+@cache
 def fig10() -> Figure:
     """Tokens/s a GPU over lengths, models and systems; and the largest gains, which the paper puts at 1.81 and 1.34."""
     rows = []
@@ -92,11 +96,12 @@ def fig10() -> Figure:
     )
 
 
+@cache
 def fig11() -> Figure:
     """Exposed communication a token, less than each rival's by the paper's -88, -75, -45%."""
     paper = {"tutel": -0.88, "comet": -0.75, "dualpipe": -0.45}
     found = {s: simulated(s, "deepseek", 8192) for s in ("af_pipe", *RIVALS)}
-    exposed = {s: _exposed(r) for s, r in found.items()}
+    exposed = {s: r.exposed_s for s, r in found.items()}
     rows = [
         Row(f"exposed us a token and GPU, {s}", "exposed", k, 1e6 * value)
         for k, (s, value) in enumerate(exposed.items())
@@ -111,6 +116,7 @@ def fig11() -> Figure:
 _NICS = "without de-duplication AF-Pipe is bound by its NICs, so its compute waits for them"
 
 
+@cache
 def fig12() -> Figure:
     """The best share of GPUs for attention against sequence length; the paper says that it grows."""
     rows = []
@@ -138,6 +144,7 @@ _NODES = (
 )
 
 
+@cache
 def fig13() -> Figure:
     """Gain over the best rival against top-k, and against the rivals' EP size (DeepSeek-MoE, 8K)."""
     rows = []
@@ -150,6 +157,7 @@ def fig13() -> Figure:
     return Figure("fig13", "Top-k and EP size", "top-k or EP size", "gain", rows, notes)
 
 
+@cache
 def fig14() -> Figure:
     """Stages a group (boundaries / p), in-order rounds of 4p micro-batches, no recompute: speed and memory."""
     base = setting("deepseek", 8192)
@@ -172,6 +180,7 @@ def fig14() -> Figure:
     return Figure("fig14", "Stages a group, DeepSeek-MoE 8K", "stages a group", "tokens/s, GB", rows)
 
 
+@cache
 def dedup() -> Figure:
     """Not in the paper: every system with the same de-duplication and pre-reduce, EP pinned to 64 and free."""
     rows = []
@@ -264,11 +273,6 @@ def _compute(rival: RivalModel) -> tuple[StageSeconds, StageSeconds]:
         attention += rival.stage_seconds(b * rival.width)
         ffn += rival.stage_seconds(b * rival.width + 1)
     return attention + rival.stage_seconds(rival.model.n_boundaries * rival.width), ffn
-
-
-def _exposed(result: Result) -> float:
-    """Seconds a token of one GPU."""
-    return result.exposed_s / (result.tokens / result.gpus)
 
 
 def _gain(name: str, seq_length: int, *, ep_size: int | None = 64, top_k: int | None = None) -> float:

@@ -6,13 +6,14 @@ know the paper's batch, parallel sizes or kernels: TOKENS_PER_GPU and EP_SIZE ar
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from disagmoe_compile.models.catalogue import find_model
 from disagmoe_compile.planner.hardware import find_cluster
 from disagmoe_compile.planner.step_costs import Dedup, model_costs
-from disagmoe_compile.simulator.results import Result
 from disagmoe_compile.simulator.search import Setting, best
 
 CLUSTER = "H800-SXM5"
@@ -49,6 +50,15 @@ def setting(
     return Setting(model, cluster, sequences, dedup, ep_size=ep_size, simulated=SIMULATED)
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What figures take from a system's best choice: no timelines, of which there are hundreds. `exposed_s`: of a token."""
+
+    tokens_per_s_per_gpu: float
+    exposed_s: float
+    options: Mapping[str, Any]
+
+
 @cache
 def simulated(
     system: str,
@@ -58,6 +68,8 @@ def simulated(
     dedup: Dedup = Dedup.NONE,
     ep_size: int | None = EP_SIZE,
     top_k: int | None = None,
-) -> Result:
+) -> Outcome:
     """A system's best choice; figures share these."""
-    return best(setting(name, seq_length, nodes=nodes, dedup=dedup, ep_size=ep_size, top_k=top_k), system)
+    found = best(setting(name, seq_length, nodes=nodes, dedup=dedup, ep_size=ep_size, top_k=top_k), system)
+    exposed_s = found.exposed_s / (found.tokens / found.gpus)
+    return Outcome(found.tokens_per_s_per_gpu, exposed_s, found.options)
