@@ -13,13 +13,14 @@ from typing import Any
 _PUBLIC = {
     "clip_grad_norm_": "disagmoe_compile.runtime.clip",
     "explain": "disagmoe_compile.inspect.explain",
+    "full_state_dict": "disagmoe_compile.runtime.full_state",
     "load_plan": "disagmoe_compile.plan.files",
 }
 
 # Packages that are public themselves; `plan` can be called, see there.
 _PACKAGES = ("plan", "testing")
 
-__all__ = ["clip_grad_norm_", "explain", "load_plan", "plan", "testing"]
+__all__ = ["clip_grad_norm_", "explain", "full_state_dict", "load_plan", "plan", "testing"]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,10 +20,10 @@ import sympy
 import torch
 import torch._dynamo
 from torch import fx, nn
-from torch._guards import CompileContext
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.tensor import TensorVariable
+from torch._guards import CompileContext
 
 from disagmoe_compile.early_batch import is_marked, mark_samples
 from disagmoe_compile.errors import CaptureError, UnsupportedModelError

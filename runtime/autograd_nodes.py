@@ -34,7 +34,9 @@ class OnePhase(torch.autograd.Function):
     """The loss. `session.seed` is the gradient that the last backward came with."""
 
     @staticmethod
-    def forward(ctx: Any, session: Session, prepared: Prepared, *arguments: object) -> torch.Tensor:
+    def forward(
+        ctx: Any, session: Session, prepared: Prepared, anchor: torch.Tensor, *arguments: object
+    ) -> torch.Tensor:
         ctx.session, ctx.seed = session, session.seed
         executor = prepared.executor
         scales = session.scales(arguments)
@@ -59,7 +61,7 @@ class OnePhase(torch.autograd.Function):
         factor = incoming / ctx.seed
         if factor != 1.0:
             gradients = [None if g is None else g * factor for g in gradients]
-        return (None, None, *_padded(gradients, ctx.n_arguments))
+        return (None, None, None, *_padded(gradients, ctx.n_arguments))
 
 
 @dataclass(slots=True)
@@ -83,7 +85,7 @@ class TwoPhases(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, session: Session, prepared: Prepared, *arguments: object
+        ctx: Any, session: Session, prepared: Prepared, anchor: torch.Tensor, *arguments: object
     ) -> tuple[torch.Tensor, ...]:
         executor = prepared.new_executor()
         scales = session.scales(arguments)
@@ -116,7 +118,7 @@ class TwoPhases(torch.autograd.Function):
         reached = session.reached(frozenset(seeded))
         gradients = session.take_gradients(executor.worker, spread_overflows=True, reached=reached)
         executor.worker.end()
-        return (None, None, *_padded(gradients, ctx.n_arguments))
+        return (None, None, None, *_padded(gradients, ctx.n_arguments))
 
 
 def _check_same_backward(session: Session, done: _Forward, incoming: Sequence[torch.Tensor | None]) -> None:

@@ -173,11 +173,11 @@ class Session:
         values: dict[int, torch.Tensor] = {}
         if self._trains and not self._two_phases:
             assert self._loss is not None
-            values[self._loss.output_index] = OnePhase.apply(self, prepared, *arguments)
+            values[self._loss.output_index] = OnePhase.apply(self, prepared, *self._differentiable(arguments))
             self.update_buffers(prepared.executor.worker, arguments)
         else:
             found = (
-                TwoPhases.apply(self, prepared, *arguments)
+                TwoPhases.apply(self, prepared, *self._differentiable(arguments))
                 if self._trains
                 else self._forward_alone(prepared, arguments)
             )
@@ -212,6 +212,14 @@ class Session:
 
     def is_loss(self, output: Output) -> bool:
         return self._loss is not None and output.index == self._loss.output_index
+
+    def _differentiable(self, arguments: Sequence[object]) -> list[object]:
+        """What the autograd node takes: an anchor, which makes `backward()` the same line on a rank that owns no trained
+        parameter; then the arguments, parameters that live elsewhere without their history: their hooks must not run here.
+        """
+        elsewhere = {i for i, fqn in self._parameters.items() if not self._binding[fqn].is_owned}
+        anchor = torch.zeros((), requires_grad=True)
+        return [anchor, *(a.detach() if i in elsewhere else a for i, a in enumerate(arguments))]  # type: ignore[attr-defined]
 
     def begin(self, executor: Executor, arguments: Sequence[object], *, trains: bool) -> None:
         parameters = {fqn: arguments[i].detach() for i, fqn in self._parameters.items()}  # type: ignore[attr-defined]

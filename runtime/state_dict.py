@@ -25,9 +25,23 @@ from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from disagmoe_compile.errors import DisagMoEError
 from disagmoe_compile.runtime.binding import Binding, BoundParameter
 from disagmoe_compile.runtime.placement import ParameterPlacement
 from disagmoe_compile.runtime.process_group import PipelineGroups
+
+
+class PartElsewhere(DTensor):
+    """On a rank outside the mesh. DTensor itself would answer `full_tensor()` with nothing, and a checkpoint would lack it."""
+
+    __slots__ = ()
+
+    def full_tensor(self, **_: Any) -> torch.Tensor:
+        raise DisagMoEError(
+            f"a parameter of shape {tuple(self.shape)} lives on ranks {self.device_mesh.mesh.tolist()} only, so full_tensor() "
+            "cannot be had here: call disagmoe_compile.full_state_dict(model) on all ranks for the whole model on rank 0, or "
+            "save model.state_dict() with torch.distributed.checkpoint"
+        )
 
 
 class StateDicts:
@@ -64,9 +78,12 @@ class StateDicts:
         mesh = self._mesh(placement, local.device.type)
         where = Shard(0) if placement.is_sharded else Replicate()
         shape = torch.Size(placement.global_shape)
-        return DTensor.from_local(
+        value = DTensor.from_local(
             local, mesh, [where], run_check=False, shape=shape, stride=bound.hollow.stride()
         )
+        if not bound.is_owned:
+            value.__class__ = PartElsewhere
+        return value
 
     def _mesh(self, placement: ParameterPlacement, device_type: str) -> DeviceMesh:
         """Of the parameter's owners. If they are not this rank's group, or a single rank, it describes and cannot

@@ -110,12 +110,6 @@ def _is_consequence(failure: RankFailure) -> int:
     return int(failure.cause is not None and failure.cause[0] == PeerError.__name__)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_ADDRESS, 0))
-        return int(probe.getsockname()[1])
-
-
 def check_port(port: int) -> int:
     """The port, if it can be listened on. Raises InputError that names it."""
     if not 0 < port < 65536:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from disagmoe_compile.cli.launch import check_port, free_port, launch
+from disagmoe_compile.cli.launch import check_port, launch
 from disagmoe_compile.cli.output import Output
 from disagmoe_compile.cli.run_folder import RunFolder
 from disagmoe_compile.cli.train_checks import (
@@ -33,6 +33,7 @@ from disagmoe_compile.models.source import Source
 from disagmoe_compile.plan.files import load_plan
 from disagmoe_compile.plan.ir import Plan
 from disagmoe_compile.plan.serialize import load
+from disagmoe_compile.runtime.ports import free_port
 
 MAX_RELATIVE_ERROR = 1e-4
 """Of a loss against eager's, over all steps of a run in fp32 (`--check`)."""

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from disagmoe_compile.runtime.failure import is_lost_connection
+from disagmoe_compile.runtime.ports import free_port
 from disagmoe_compile.testing.pool_worker import CLEAN_UP, READY, RUN, STOP, Case, Failure, serve
 
 _START_TIMEOUT_S = 180.0
@@ -270,13 +271,6 @@ class GlooPool:
             worker.process.kill()
             worker.process.join()
             worker.connection.close()
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _dump_body(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

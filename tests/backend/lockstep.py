@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from ranks import Case, batch, make_model, optimizer_of
+from torch import nn
 
 from disagmoe_compile.runtime.binding import holder_of
 from disagmoe_compile.runtime.clip import clip_grad_norm_
@@ -13,19 +15,25 @@ from disagmoe_compile.testing import relative_error
 
 
 class Lockstep:
-    """The compiled model and its eager twin."""
+    """A compiled model and its eager twin, which a script takes through the same steps."""
 
-    def __init__(self, case: Case) -> None:
-        self.case = case
-        self.model, self.twin = make_model(case), make_model(case)
-        self.optimizer, self.twin_optimizer = optimizer_of(self.model), optimizer_of(self.twin)
-        self.compiled = torch.compile(self.model, backend="disagmoe", options=case.compile_options)
+    def __init__(
+        self,
+        make: Callable[[], nn.Module],
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+        options: Mapping[str, Any],
+    ) -> None:
+        self.model, self.twin = make(), make()
+        self.optimizer, self.twin_optimizer = make_optimizer(self.model), make_optimizer(self.twin)
+        self.compiled = torch.compile(self.model, backend="disagmoe", options=dict(options))
         self.errors: dict[str, float] = {}
 
-    def batch(self, seed: int, batch_size: int = 8, seq_length: int = 16) -> dict[str, torch.Tensor]:
-        return batch(Case(batch_size=batch_size, seq_length=seq_length), seed)
+    @property
+    def sides(self) -> tuple[tuple[Callable[..., Any], nn.Module], tuple[Callable[..., Any], nn.Module]]:
+        """What to call and whose parameters: ours, then the twin's."""
+        return (self.compiled, self.model), (self.twin, self.twin)
 
-    def part(self, parameter: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor | None:
+    def part(self, parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor | None:
         holder = holder_of(parameter)
         assert holder is not None
         if not holder.bound.is_owned:
@@ -43,6 +51,12 @@ class Lockstep:
             if parameter.grad is not None and expected is not None:
                 self.note(name, parameter.grad, expected)
 
+    def compare_parameters(self, name: str) -> None:
+        for parameter, twin in zip(self.model.parameters(), self.twin.parameters(), strict=True):
+            expected = self.part(parameter, twin.detach())
+            if expected is not None:
+                self.note(name, parameter.detach(), expected)
+
     def step(self) -> None:
         for optimizer in (self.optimizer, self.twin_optimizer):
             optimizer.step()
@@ -57,31 +71,35 @@ class Lockstep:
         self.step()
 
 
+def sized_batch(seed: int, batch_size: int = 8, seq_length: int = 16) -> dict[str, torch.Tensor]:
+    return batch(Case(batch_size=batch_size, seq_length=seq_length), seed)
+
+
 def run_lockstep(case: Case) -> dict[str, Any]:
     torch.manual_seed(0)
-    both = Lockstep(case)
-    both.train("first step", **both.batch(0))
+    both = Lockstep(lambda: make_model(case), optimizer_of, case.compile_options)
+    both.train("first step", **sized_batch(0))
 
     both.model.eval(), both.twin.eval()
     with torch.no_grad():
-        both.note("evaluation", both.compiled(**both.batch(1)).loss, both.twin(**both.batch(1)).loss)
-        ids = both.batch(2)["input_ids"]
+        both.note("evaluation", both.compiled(**sized_batch(1)).loss, both.twin(**sized_batch(1)).loss)
+        ids = sized_batch(2)["input_ids"]
         both.note("logits", both.compiled(input_ids=ids).logits, both.twin(input_ids=ids).logits)
     both.model.train(), both.twin.train()
-    both.train("training after evaluation", **both.batch(3))
+    both.train("training after evaluation", **sized_batch(3))
 
-    both.train("smaller batch", **both.batch(4, batch_size=4))
-    both.train("longer sequences", **both.batch(5, batch_size=4, seq_length=24))
-    both.train("first shape again", **both.batch(6))
+    both.train("smaller batch", **sized_batch(4, batch_size=4))
+    both.train("longer sequences", **sized_batch(5, batch_size=4, seq_length=24))
+    both.train("first shape again", **sized_batch(6))
 
     for model in (both.compiled, both.twin):
-        (model(**both.batch(7)).loss * 0.5 + 3 * model(**both.batch(8)).loss).backward()
+        (model(**sized_batch(7)).loss * 0.5 + 3 * model(**sized_batch(8)).loss).backward()
     both.compare_gradients("sum of two scaled losses")
     norm = clip_grad_norm_(both.model.parameters(), 0.1)
     both.note("norm", norm, torch.nn.utils.clip_grad_norm_(both.twin.parameters(), 0.1))
     both.compare_gradients("clipped gradients")
     both.step()
-    both.train("after clipping", **both.batch(9))
+    both.train("after clipping", **sized_batch(9))
 
     state = both.model.state_dict()
     shapes = {name: tuple(value.shape) for name, value in state.items()}

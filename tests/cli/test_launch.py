@@ -13,11 +13,11 @@ from disagmoe_compile.cli.launch import (
     check_port,
     explain_failures,
     failure_of,
-    free_port,
     launch,
 )
 from disagmoe_compile.cli.run_folder import RunFolder
 from disagmoe_compile.errors import DisagMoEError, InputError, PeerError
+from disagmoe_compile.runtime.ports import free_port
 
 
 @pytest.fixture
