@@ -14,6 +14,9 @@ from disagmoe_compile.models.catalogue import catalogue, find_model
 from disagmoe_compile.planner.layer_costs import active_parameters, total_parameters
 from disagmoe_compile.planner.model_spec import ModelSpec
 
+MOST_OFF = 0.02
+"""Relative; a computed figure that is further from the published one is explained beside the table."""
+
 ModelArgument = Annotated[
     str | None,
     typer.Argument(metavar="[NAME|FILE]", help="Only this one: a name, or a Hugging Face config.json."),
@@ -70,7 +73,18 @@ def _render(console: Console, known: list[ModelSpec]) -> None:
             _billions(spec.published_active),
         )
     console.print(table)
+    for spec in known:
+        off = _active_is_off(spec)
+        if abs(off) > MOST_OFF:
+            console.print(
+                f"{spec.name}: active {off:+.1%} from the published figure. {spec.notes}", highlight=False
+            )
     console.print("Sources and notes: disagmoe models --json")
+
+
+def _active_is_off(spec: ModelSpec) -> float:
+    """Relative; 0 where nothing is published."""
+    return active_parameters(spec) / spec.published_active - 1 if spec.published_active else 0.0
 
 
 def _kinds_of_attention(spec: ModelSpec) -> list[str]:

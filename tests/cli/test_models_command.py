@@ -21,6 +21,8 @@ def test_people_get_a_table_of_models(disagmoe: CommandLine, monkeypatch) -> Non
     monkeypatch.setenv("COLUMNS", "160")
     _, out, _ = disagmoe("models")
     assert "DeepSeek-V3" in out and "671" in out and "gqa + sliding" in out
+    explained = [line.split(":")[0] for line in out.splitlines() if "from the published figure" in line]
+    assert explained == ["DeepSeek-V2-Lite", "Qwen3-Next-80B-A3B"]
 
 
 def test_one_model_by_a_beginning_or_by_a_file(disagmoe: CommandLine, tmp_path: Path) -> None:
