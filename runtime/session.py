@@ -83,6 +83,7 @@ class Session:
     """
 
     answered: ClassVar[int] = 0  # calls of all sessions of this process that returned
+    has_warned: ClassVar[bool] = False  # of what gathering costs
 
     def __init__(
         self,
@@ -313,10 +314,10 @@ class Session:
             raise describe_failure(error, dist.get_rank(), what, [], default_store()) from error
 
     def _warn_of_gathering(self, prepared: Prepared) -> None:
-        """Once a model, on rank 0: what it costs that the script gets whole outputs while training."""
-        if self._binding in _TOLD or not self._two_phases or dist.get_rank():
+        """Once a process, on rank 0: what it costs that the script gets whole outputs while training."""
+        if Session.has_warned or not self._two_phases or dist.get_rank():
             return
-        _TOLD.add(self._binding)
+        Session.has_warned = True
         shapes = {one.index: prepared.output_shapes[one.index] for one in self.gathered}
         nbytes = sum(math.prod(shapes[o.index]) * o.dtype.itemsize for o in self.gathered if o.dtype)
         warnings.warn(
@@ -327,7 +328,6 @@ class Session:
 
 
 _COUNTER = itertools.count()
-_TOLD: weakref.WeakSet[Binding] = weakref.WeakSet()  # models whose gathering has been warned of
 _SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
