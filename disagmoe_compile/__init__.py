@@ -15,12 +15,13 @@ _PUBLIC = {
     "explain": "disagmoe_compile.inspect.explain",
     "full_state_dict": "disagmoe_compile.runtime.full_state",
     "load_plan": "disagmoe_compile.plan.files",
+    "simulate": "disagmoe_compile.simulator.simulate",
 }
 
 # Packages that are public themselves; `plan` can be called, see there.
 _PACKAGES = ("plan", "testing")
 
-__all__ = ["clip_grad_norm_", "explain", "full_state_dict", "load_plan", "plan", "testing"]
+__all__ = ["clip_grad_norm_", "explain", "full_state_dict", "load_plan", "plan", "simulate", "testing"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ from rich.table import Table
 from disagmoe_compile.cli.output import Output
 from disagmoe_compile.errors import InputError
 from disagmoe_compile.models.catalogue import find_model
-from disagmoe_compile.planner.hardware import find_cluster
+from disagmoe_compile.planner.hardware import Cluster, find_cluster
 from disagmoe_compile.planner.model_spec import ModelSpec
 from disagmoe_compile.planner.step_costs import CostSet, Dedup, model_costs
 from disagmoe_compile.simulator import advise as advising
@@ -65,9 +65,17 @@ class ModelRequest:
     shared_experts_on: str | None
     schedules: tuple[str, ...]
 
-    def setting(self) -> tuple[ModelSpec, Setting]:
-        """Raises InputError naming the option that is missing or wrong."""
-        if self.model is None or self.cluster is None or self.seq_length is None:
+    def setting(
+        self, spec: ModelSpec | None = None, cluster: Cluster | None = None, element_bytes: int = 2
+    ) -> tuple[ModelSpec, Setting]:
+        """Raises InputError naming the option that is missing or wrong. `spec`, `cluster`: where no option names another."""
+        if self.model is not None:
+            spec = find_model(self.model)
+        if self.cluster is not None:
+            cluster = find_cluster(self.cluster, self.nodes)
+        elif cluster is not None and self.nodes is not None:
+            cluster = cluster.with_nodes(self.nodes)
+        if spec is None or cluster is None or self.seq_length is None:
             raise InputError(
                 "give --model, --cluster and --seq-length, or --plan FILE, or --schedule with --stage-times"
             )
@@ -86,7 +94,6 @@ class ModelRequest:
                 raise InputError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         if (self.sequences_per_gpu is None) == (self.global_batch_size is None):
             raise InputError("give either --sequences-per-gpu or --global-batch-size")
-        spec, cluster = find_model(self.model), find_cluster(self.cluster, self.nodes)
         cost_set = one_of("costs", self.costs, {c.value: c for c in CostSet})
         recompute = one_of("recompute", self.recompute, {"none": False, "stage": True})
         side = one_of("shared-experts-on", self.shared_experts_on, {"attention": False, "ffn": True})
@@ -94,7 +101,9 @@ class ModelRequest:
             if name not in ("af_pipe", *RIVALS):
                 raise InputError(f"unknown schedule {name!r}; one of af_pipe, {', '.join(RIVALS)}")
         return spec, Setting(
-            model=model_costs(spec, seq_length=self.seq_length, cost_set=cost_set),
+            model=model_costs(
+                spec, seq_length=self.seq_length, cost_set=cost_set, element_bytes=element_bytes
+            ),
             cluster=cluster,
             sequences=self.global_batch_size or (self.sequences_per_gpu or 1) * cluster.gpus,
             dedup=one_of("dedup", self.dedup, {d.value: d for d in Dedup}),

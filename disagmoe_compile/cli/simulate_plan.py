@@ -19,14 +19,15 @@ from disagmoe_compile.plan.serialize import from_dict
 from disagmoe_compile.plan.sizing import KIND, Sizing, parse_sizing
 from disagmoe_compile.plan.validate import check
 from disagmoe_compile.planner.hardware import find_cluster, local_cpu
-from disagmoe_compile.planner.step_costs import Dedup
-from disagmoe_compile.simulator.af_model import AFChoice, AFModel
+from disagmoe_compile.planner.size import candidate_of
 from disagmoe_compile.simulator.bound import lower_bound
 from disagmoe_compile.simulator.plan_program import Durations, plan_program, read_timeline
+from disagmoe_compile.simulator.planned import planned_model
 from disagmoe_compile.simulator.program import Queueing
 from disagmoe_compile.simulator.reality import Row, compare
 from disagmoe_compile.simulator.results import af_result
 from disagmoe_compile.simulator.search import best
+from disagmoe_compile.simulator.simulate import recorded_cluster, recorded_model
 from disagmoe_compile.simulator.timeline import simulate_program
 
 
@@ -52,36 +53,22 @@ def read_json(path: Path, what: str) -> Any:
 
 def _sizes(sizing: Sizing, request: ModelRequest, shown: Shown) -> Output:
     """Model and cluster are those that the plan was made for, unless options name others."""
-    inputs = sizing.inputs
-    made_for = inputs["cluster"]
     filled = replace(
         request,
-        model=request.model or inputs["model"]["name"],
-        cluster=request.cluster or made_for["name"],
-        nodes=request.nodes or made_for["nodes"],
         seq_length=sizing.seq_length,
         sequences_per_gpu=None,
         global_batch_size=sizing.global_batch_size,
         micro_batch_size=sizing.micro_batch_size,
-        costs=inputs["cost_set"],
+        costs=sizing.inputs["cost_set"],
         dedup=sizing.dedup,
     )
-    spec, setting = filled.setting()
-    choice = AFChoice(
-        sizing.pipeline_groups,
-        sizing.attention_group_size,
-        sizing.ffn_group_size,
-        sizing.micro_batch_size,
-        sizing.n_microbatches,
-        Dedup(sizing.dedup),
-        sizing.shared_experts_on == "ffn",
-        sizing.recompute["attention"] == "stage",
-        sizing.recompute["ffn"] == "stage",
-        sizing.microbatches_in_flight,
+    spec, setting = filled.setting(
+        None if request.model else recorded_model(sizing),
+        None if request.cluster else recorded_cluster(sizing),
+        sizing.inputs["element_bytes"],
     )
-    planned = af_result(
-        AFModel(setting.model, setting.cluster, choice), shard_optimizer=sizing.shard_optimizer
-    )
+    model = planned_model(setting.model, setting.cluster, candidate_of(sizing), setting.dedup)
+    planned = af_result(model, shard_optimizer=sizing.shard_optimizer)
     rivals = replace(setting, micro_batch_size=request.micro_batch_size)
     results = [planned, *(best(rivals, s) for s in dict.fromkeys(request.schedules) if s != "af_pipe")]
     document = {

@@ -13,7 +13,7 @@ No torch here: `disagmoe plan` and `disagmoe models` run without it. Counts are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -209,6 +209,35 @@ class ModelSpec:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; enumerations by their value."""
         return asdict(self)
+
+
+def spec_from_dict(document: Mapping[str, Any]) -> ModelSpec:
+    """The spec whose `to_dict`, perhaps as JSON, `document` is. Raises InputError where it is none."""
+    try:
+        linear = document["linear"]
+        layers = [
+            LayerSpec(Context(one["context"]), one["has_experts"], _attention_from_dict(one["attention"]))
+            for one in document["layers"]
+        ]
+        attention = _attention_from_dict(document["attention"])
+        assert attention is not None
+        known = {
+            **document,
+            "attention": attention,
+            "layers": tuple(layers),
+            "linear": None if linear is None else LinearAttentionSpec(**linear),
+            "active_convention": ActiveConvention(document["active_convention"]),
+            "sources": tuple(document["sources"]),
+        }
+        return ModelSpec(**known)
+    except (KeyError, TypeError, ValueError, AssertionError) as error:
+        raise InputError(f"not a description of a model: {type(error).__name__} {error}") from None
+
+
+def _attention_from_dict(document: Mapping[str, Any] | None) -> AttentionSpec | None:
+    if document is None:
+        return None
+    return AttentionSpec(**{**document, "kind": AttentionKind(document["kind"])})
 
 
 def layer_pattern(

@@ -214,6 +214,7 @@ def _inputs(problem: SizingProblem, model_document: dict[str, Any] | None) -> di
     return {
         "model": model_document or {"name": costs.name},
         "cost_set": costs.cost_set.value,
+        "element_bytes": costs.element_bytes,
         "cluster": problem.cluster.to_dict(),
         "workload": asdict(problem.workload),
         "options": {**asdict(problem.options), "dedup": problem.options.dedup.value},

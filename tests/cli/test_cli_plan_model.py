@@ -55,7 +55,7 @@ def test_explain_shows_stages_ridges_and_one_more_and_draws_a_roofline(
 ) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "roof.svg"
-    status, out, _ = disagmoe(*FEW, "--explain", "--plot", str(picture))
+    status, out, _ = disagmoe(*FEW, "--alternatives", "0", "--explain", "--plot", str(picture))
     assert status == 0 and "<svg" in picture.read_text()
     for word in ("ridge", "one more", "A0", "F26", "A27", "busy in a step"):
         assert word in out

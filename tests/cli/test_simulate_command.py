@@ -99,7 +99,7 @@ def test_bad_input_is_one_clear_line(
 def test_a_model_on_a_cluster_side_by_side(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trace, picture = tmp_path / "trace.json", tmp_path / "step.png"
     arguments = (
-        "simulate --model OLMoE --cluster H800 --nodes 2 --seq-length 2048 --sequences-per-gpu 4 --ep-size 8"
+        "simulate --model OLMoE --cluster H800 --nodes 1 --seq-length 2048 --sequences-per-gpu 2 --ep-size 8"
     )
     extra = ["--schedules", "af_pipe,megatron_1f1b", "--trace", str(trace), "--picture", str(picture)]
     document = _json(capsys, [*arguments.split(), *extra])
@@ -147,6 +147,9 @@ def test_a_figure_is_written_with_its_verdicts(capsys: pytest.CaptureFixture[str
     assert {p.name for p in tmp_path.iterdir()} >= {"fig3.csv", "fig3.txt"}
 
 
-def test_the_simulator_imports_no_torch() -> None:
-    code = "import sys, disagmoe_compile.cli.main; assert 'torch' not in sys.modules"
+def test_planning_and_simulating_import_no_torch() -> None:
+    code = (
+        "import sys, disagmoe_compile as dm, disagmoe_compile.cli.main; dm.simulate, dm.plan, dm.load_plan; "
+        "assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
