@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from disagmoe_compile import testing
-from disagmoe_compile.cli.inspect_files import Sizes, write_files
+from disagmoe_compile.cli.inspect_files import Sizes, plan_to_show, write_files
 from disagmoe_compile.inspect.explain import (
     ExpertInfo,
     Explanation,
@@ -229,7 +229,8 @@ def traced_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     partition = partition_model(call.captured)
     explanation = explain_partition(call.captured, partition)
-    write_files(out, "style:sorted_grouped_mm", call.captured, partition, explanation, Sizes(2, 1, 1, 2))
+    plan = plan_to_show(call.captured, partition, Sizes(2, 1, 1, 2))
+    write_files(out, "style:sorted_grouped_mm", partition, explanation, plan)
     return out / "report.html"
 
 
