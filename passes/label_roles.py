@@ -208,4 +208,5 @@ def _placement(node: fx.Node, level: int, inputs: frozenset[str]) -> Placement:
     if len(inputs) < 2:
         what = next(iter(inputs), "constant")
         return Placement(Role.ATTENTION, level, True, f"depends on {what}s alone: each reader recomputes it")
-    return Placement(Role.ATTENTION, level, False, f"reads {level} boundaries; runs as early as it can")
+    waits = f"waits for the experts of boundary {level - 1}" if level else "waits for no experts"
+    return Placement(Role.ATTENTION, level, False, f"{waits}; runs as early as it can")

@@ -132,10 +132,13 @@ def placeholders(graph: fx.Graph) -> list[fx.Node]:
 
 
 def where(node: fx.Node) -> str:
-    """`file:line` of the user's code that made this node, or the node's name."""
+    """`file:line` of the user's code that made this node, or the node's name. A file of a package goes by its place in it."""
     trace = node.meta.get("stack_trace") or node.meta.get("source_location")
     found = re.findall(r'File "([^"]+)", line (\d+)', trace) if trace else []
-    return f"{found[-1][0]}:{found[-1][1]}" if found else node.name
+    if not found:
+        return node.name
+    file, line = found[-1]
+    return f"{re.sub(r'^.*/(site|dist)-packages/', '', file)}:{line}"
 
 
 def describe(node: fx.Node) -> str:

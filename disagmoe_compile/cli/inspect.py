@@ -117,7 +117,7 @@ def inspect(
 
     def render(console: Console) -> None:
         if answer is not None:
-            console.print(str(answer), markup=False, highlight=False)
+            console.print(str(answer), markup=False, highlight=False, soft_wrap=True)
         elif changes is not None:
             _render_diff(console, changes)
         elif bisection is not None:

@@ -11,7 +11,7 @@ from disagmoe_compile.inspect.bisect import bisect
 from disagmoe_compile.inspect.readable_names import readable_names
 from disagmoe_compile.inspect.why import WhyRecorder, why
 from disagmoe_compile.passes.base import PassReport
-from disagmoe_compile.passes.metadata import EXPERTS, PLACEMENT
+from disagmoe_compile.passes.metadata import EXPERTS, PLACEMENT, where
 from disagmoe_compile.passes.pipeline import partition_model
 from disagmoe_compile.testing.virtual import CapturedCall
 
@@ -52,7 +52,7 @@ def named(graph: fx.Graph, node: fx.Node) -> str:
 def test_a_node_after_the_experts_leads_back_to_them(placed) -> None:
     answer = why(placed, named(placed, first(placed, 1)))
     assert answer.stage == "A1" and answer.path[-1].stage == "F0"
-    assert "reads 1 boundaries" in answer.rule
+    assert answer.rule == "waits for the experts of boundary 0; runs as early as it can"
     assert str(answer).splitlines()[1].startswith("stands in A1: ")
 
 
@@ -89,3 +89,12 @@ def test_bisecting_a_sound_pipeline_finds_no_culprit(call) -> None:
     found = bisect(call.captured)
     assert found.culprit is None
     assert [one.name for one in found.passes][:2] == ["inline_checkpoint", "deinplace"]
+
+
+def test_a_line_of_a_package_goes_by_its_place_in_the_package() -> None:
+    node = fx.Graph().placeholder("x")
+    for prefix in ("/usr/lib/python3/dist-packages/", "/home/me/.venv/lib/python3.11/site-packages/"):
+        node.meta["stack_trace"] = f'  File "{prefix}transformers/models/m.py", line 12, in forward\n    x'
+        assert where(node) == "transformers/models/m.py:12"
+    node.meta["stack_trace"] = '  File "/home/me/model.py", line 3, in forward\n    x'
+    assert where(node) == "/home/me/model.py:3"
