@@ -7,7 +7,7 @@ FREE drops the message, SEND starts what F left to be sent, and a later WAIT on 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +17,7 @@ from disagmoe_compile.plan.action import Action, ActionKind
 from disagmoe_compile.plan.ir import Plan, Transfer, TransferKind
 from disagmoe_compile.runtime.failure import describe_failure
 from disagmoe_compile.runtime.messages import LostPeer, Receiving, ReceivingRouted, Sending, send
+from disagmoe_compile.runtime.pulse import Heart, Place, Pulse, log_places
 from disagmoe_compile.runtime.timeline import Event
 from disagmoe_compile.runtime.transport.base import Work
 from disagmoe_compile.runtime.worker import StepInputs, Worker
@@ -36,8 +37,12 @@ class _Reduction:
 class Executor:
     """After a step, `events` holds what was done, in the order of doing it, and `sent_bytes` the bytes per transfer."""
 
-    def __init__(self, plan: Plan, worker: Worker, store: dist.Store | None = None) -> None:
+    def __init__(
+        self, plan: Plan, worker: Worker, store: dist.Store | None = None, heart: Heart | None = None
+    ) -> None:
+        """`store` and `heart` are how ranks in other processes learn where this one is, and that it failed."""
         self.plan, self.worker, self._store = plan, worker, store
+        self._heart = heart or Heart()
         self._transfers = {t.name: t for t in plan.transfers}
         self._handlers: dict[ActionKind, Callable[[Action], int]] = {
             ActionKind.FORWARD: self._forward,
@@ -73,6 +78,7 @@ class Executor:
         """An error is reported to the other ranks through `store`; where a message fails, it names the rank that failed first."""
         index, start = len(self.events), time.time()
         self.events.append(Event(str(action), str(action.stream), start, start, step=self._number))
+        self._heart.at(Place(self._number, str(self.worker.group), index, str(action)))
         try:
             with torch.profiler.record_function(str(action)):  # a profiler's trace reads like the plan
                 nbytes = self._handlers[action.kind](action)
@@ -80,8 +86,17 @@ class Executor:
             worker = self.worker
             where = f"action {action} of {worker.group}"
             peers = [error.peer] if isinstance(error, LostPeer) else self._peers(action)
-            raise describe_failure(error, worker.rank, where, peers, self._store) from error
+            described = describe_failure(
+                error, worker.rank, where, peers, self._store, on_timeout=self._log_places
+            )
+            self._heart.fail()
+            raise described from error
         self.events[index] = replace(self.events[index], end=time.time(), nbytes=nbytes)
+
+    def _log_places(self, pulses: Mapping[int, Pulse], silent: list[int]) -> None:
+        schedule = self.plan.training if self.worker.step.trains else self.plan.forward_only
+        assert schedule is not None
+        log_places(pulses, silent, schedule)
 
     def can_run(self, action: Action) -> bool:
         """Whether the action would not block. For the loopback transport, which runs all ranks in turn on one thread."""

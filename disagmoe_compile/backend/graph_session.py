@@ -35,6 +35,7 @@ from disagmoe_compile.runtime.executor import Executor
 from disagmoe_compile.runtime.expert_worker import ExpertWorker
 from disagmoe_compile.runtime.failure import default_store
 from disagmoe_compile.runtime.outputs import Output
+from disagmoe_compile.runtime.pulse import Heart
 from disagmoe_compile.runtime.session import Loss, Prepared, Session
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ _MIXED = (
     "is made of several samples and has no dimension of them, so it cannot be put together from ranks that each see a part of "
     "the batch: return what it is made of, for each sample, and put it together outside the model"
 )
+
+_HEART = Heart()  # one per process: a rank has one pulse, whatever models it runs
 
 
 def make_session(
@@ -182,12 +185,18 @@ class _Preparer:
     ) -> Callable[[], Executor]:
         """Makes executors that share the compiled stages and nothing else."""
         transport, device, store = self._model.transport, torch.device("cpu"), default_store()
+        if store is not None:
+            _HEART.start(store, rank)
         if plan.topology.group_of_rank(rank).role is Role.ATTENTION:
             sized = binder.attention(plan, rank, micros)
-            return lambda: Executor(plan, AttentionWorker(plan, rank, sized, transport, device), store)
+            return lambda: Executor(
+                plan, AttentionWorker(plan, rank, sized, transport, device), store, _HEART
+            )
         experts = binder.experts(plan, rank)
         boundaries = bind_boundaries(self._programs, plan, micros[plan.workload.microbatch_size])
-        return lambda: Executor(plan, ExpertWorker(plan, rank, experts, boundaries, transport, device), store)
+        return lambda: Executor(
+            plan, ExpertWorker(plan, rank, experts, boundaries, transport, device), store, _HEART
+        )
 
     def _actions(self, plan: Plan, group: Group) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
         if self._two_phases:

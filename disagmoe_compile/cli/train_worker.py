@@ -20,11 +20,13 @@ from disagmoe_compile.cli.run_folder import RunFolder
 from disagmoe_compile.cli.train_loop import Training, TrainSettings, load_for_training
 from disagmoe_compile.errors import DisagMoEError
 from disagmoe_compile.plan.serialize import dump
+from disagmoe_compile.runtime.pulse import end_with_parent
 from disagmoe_compile.runtime.session import Session, active_sessions
 
 
 def main(folder: RunFolder) -> int:
     """Trains; leaves this rank's report and events. Returns the exit status."""
+    end_with_parent()
     rank = int(os.environ["RANK"])
     try:
         report = _train(folder, rank)

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from disagmoe_compile.runtime.pulse import end_with_parent
+
 READY, RUN, CLEAN_UP, STOP = "ready", "run", "clean up", "stop"
 
 
@@ -61,8 +63,10 @@ class Failure:
 def serve(rank: int, connection: Connection, stacks: str, environment: Mapping[str, str]) -> None:
     """Main loop of a worker. SIGUSR1 makes it write the stacks of its threads to the file `stacks`.
 
-    `environment` replaces that of the server it was forked from, which may be older.
+    `environment` replaces that of the server it was forked from, which may be older. The worker ends with that server, which
+    ends with the process that started it, even in the middle of a case.
     """
+    end_with_parent()
     os.environ.clear()
     os.environ.update(environment)
     with open(stacks, "w") as stack_file:

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,3 +117,42 @@ def test_a_local_function_is_refused_with_what_to_do(pool: GlooPool) -> None:
 def test_a_world_larger_than_the_pool_is_refused(pool: GlooPool) -> None:
     with pytest.raises(ValueError, match="a pool of 8 cannot run a world of 9"):
         pool.run(sum_over_ranks, 1.0, world_size=9)
+
+
+STARTS_RANKS = """
+from test_pool import sleep_on
+from disagmoe_compile.testing.pool import GlooPool
+
+if __name__ == "__main__":
+    pool = GlooPool(2)
+    pool._start(2)
+    print(*pool.pids, flush=True)
+    pool.run(sleep_on, 0, process_group=False)
+"""
+
+
+def test_ranks_end_with_a_process_that_is_ended_in_the_middle_of_a_case(tmp_path: Path) -> None:
+    """SIGTERM gives pytest no chance to close its pool."""
+    script = tmp_path / "starts_ranks.py"
+    script.write_text(STARTS_RANKS)
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    starter = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert starter.stdout is not None
+    ranks = [int(pid) for pid in starter.stdout.readline().split()]
+    assert len(ranks) == 2 and all(map(is_running, ranks))
+    starter.terminate()
+    starter.wait(30)
+    deadline = time.monotonic() + 30
+    while any(map(is_running, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(is_running, ranks))
+
+
+def is_running(pid: int) -> bool:
+    """Ended and not yet waited for counts as ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
