@@ -169,7 +169,7 @@ def explain_graph(
     where one is being written.
     """
     trace = structured_trace(captured)
-    shown_to = observers if trace is None else [*observers, trace]
+    shown_to: list[Observer] = [*observers, trace] if trace is not None else [*observers]
     partition = partition_model(captured, observers=shown_to, disabled=disabled)
     explanation = explain_partition(captured, partition)
     if trace is not None:

@@ -63,7 +63,7 @@ def _with_grids(schedule: Schedule, violations: Iterable[Violation]) -> list[Vio
     """The first few show their step in the grid of all groups."""
     found = list(violations)
     for index, one in enumerate(found[:_SHOWN]):
-        if one.group in schedule.actions and one.position is not None and not one.detail:
+        if one.group is not None and one.position is not None and not one.detail:
             found[index] = replace(one, detail=grid_around(schedule, one.group, one.position))
     return found
 
