@@ -85,16 +85,10 @@ def check_experts(ffn_group_size: int | None, num_experts: int | None) -> None:
         )
 
 
-def check_batch(batch_size: int, attention: int | None, n_microbatches: int | None) -> None:
-    """Raises InputError where the batch cannot be dealt out evenly."""
+def check_batch(batch_size: int) -> None:
+    """Raises InputError where there is nothing to train on. A batch need not divide by ranks and micro-batches."""
     if batch_size < 1:
         raise InputError(f"--batch-size must be at least 1, got {batch_size}")
-    shares = (attention or 1) * (n_microbatches or 1)
-    if batch_size % shares:
-        raise InputError(
-            f"--batch-size {batch_size} is not divisible by attention ranks * micro-batches = "
-            f"{attention or 1} * {n_microbatches or 1}"
-        )
 
 
 def check_plan_sizes(plan: Plan | Sizing, sizes: GroupSizes, batch_size: int | None) -> tuple[int, int]:

@@ -20,8 +20,8 @@ def render_plan(console: Console, plan: Plan) -> None:
     schedule = plan.training or plan.forward_only
     console.print(
         f"plan {plan.fingerprint}: schedule {schedule.name}, {workload.n_microbatches} micro-batches of "
-        f"{workload.microbatch_size} on each attention rank, {topology.attention_groups} attention group(s) of "
-        f"{topology.attention_group_size} and {topology.ffn_groups} FFN group(s) of {topology.ffn_group_size}, "
+        f"{' or '.join(map(str, plan.microbatch_sizes))} on each attention rank, {topology.attention_groups} attention group(s) "
+        f"of {topology.attention_group_size} and {topology.ffn_groups} FFN group(s) of {topology.ffn_group_size}, "
         f"{sum(map(len, schedule.actions.values()))} actions",
         highlight=False,
     )

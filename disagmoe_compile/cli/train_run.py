@@ -119,7 +119,7 @@ def _world_and_batch(request: TrainRequest) -> tuple[int, int]:
     batch_size = _BATCH_SIZE if request.batch_size is None else request.batch_size
     if request.plan is not None:
         return check_plan_sizes(load_plan(request.plan), request.sizes, request.batch_size)
-    check_batch(batch_size, request.attention_group_size, request.n_microbatches)
+    check_batch(batch_size)
     return request.sizes.world_size(), batch_size
 
 

@@ -42,10 +42,6 @@ def refusals(pool):
         ("own clipping", "use disagmoe_compile.clip_grad_norm_"),
         ("touching logits", "gather_outputs"),
         ("twice backward", "backward() a second time"),
-        (
-            "indivisible batch",
-            "batch of 5 samples is not divisible by attention_group_size * n_microbatches = 1 * 2",
-        ),
         ("other batches", "rank 1 differs from rank 0 in the batch"),
         ("no MoE region", "no MoE region found"),
         ("world size", "group sizes do not match the world size: attention_group_size=7, world size 2"),

@@ -160,24 +160,10 @@ def test_a_schedule_that_cannot_finish_says_where_each_rank_stands(captured):
         run_captured(call, **options((1, 1, 1), 1), edit_plan=without_first_dispatch)
 
 
-@pytest.mark.parametrize(
-    ("chosen", "message"),
-    [
-        (
-            {"attention_group_size": 3, "n_microbatches": 2, "ffn_group_size": 1},
-            "batch of 8 samples is not divisible",
-        ),
-        (
-            {"attention_group_size": 1, "n_microbatches": 3, "ffn_group_size": 1},
-            "batch of 8 samples is not divisible",
-        ),
-        ({"attention_group_size": 1, "ffn_group_size": 9}, "more than the model's 8 experts"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_one_clear_error(captured, chosen, message):
+def test_more_ffn_ranks_than_experts_are_one_clear_error(captured):
     call, _ = captured
-    with pytest.raises(InputError, match=message):
-        run_captured(call, **chosen)
+    with pytest.raises(InputError, match="more than the model's 8 experts"):
+        run_captured(call, attention_group_size=1, ffn_group_size=9)
 
 
 def test_an_invalid_plan_is_refused_with_every_violation(captured):

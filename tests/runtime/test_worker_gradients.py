@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from disagmoe_compile.runtime.attention_worker import AttentionWorker
-from disagmoe_compile.runtime.stages import Boundary
+from disagmoe_compile.runtime.stages import Boundary, SizedStages
 from disagmoe_compile.runtime.transport.loopback import LoopbackTransport, Mailbox
 from disagmoe_compile.runtime.worker import StepInputs
 from disagmoe_compile.testing.plans import example_plan
@@ -17,8 +17,7 @@ def worker() -> AttentionWorker:
     one = AttentionWorker(
         plan,
         0,
-        {},
-        [boundary] * plan.topology.n_boundaries,
+        {plan.workload.microbatch_size: SizedStages({}, [boundary] * plan.topology.n_boundaries)},
         LoopbackTransport(Mailbox(), 0),
         torch.device("cpu"),
     )
