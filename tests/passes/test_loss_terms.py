@@ -63,6 +63,9 @@ LINEAR = {
     "masked": lambda m, logits, labels, mask: (token_losses(logits, labels) * mask).sum() / mask.sum(),
     "mean of tokens": lambda m, logits, labels, mask: token_losses(logits, labels).mean(),
     "two terms": lambda m, logits, labels, mask: 0.5 * flat_ce(logits, labels) + 1e-2 * logits.pow(2).mean(),
+    "z-loss": lambda m, logits, labels, mask: (
+        flat_ce(logits, labels) + 1e-2 * torch.logsumexp(logits, dim=-1).square().mean()
+    ),
     "difference": lambda m, logits, labels, mask: flat_ce(logits, labels) - logits.square().mean() / 3,
     "regression": lambda m, logits, labels, mask: F.mse_loss(logits.sum(-1), mask),
 }
