@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from disagmoe_compile.cli.output import DebugOption, JsonOption, Output, command
+from disagmoe_compile.cli.progress import counting_bar
 
 if TYPE_CHECKING:
     from disagmoe_compile.testing.family_check import FamilyReport
@@ -62,15 +62,7 @@ def _check_all(names: Sequence[str], jobs: int) -> list[FamilyReport]:
     from disagmoe_compile.testing.family_check import FamilyReport, check_family
 
     console = Console(stderr=True)
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    progress = counting_bar(console)
     found: dict[str, FamilyReport] = {}
     context = multiprocessing.get_context("spawn")
     with progress, ProcessPoolExecutor(jobs, mp_context=context, initializer=_quiet) as pool:

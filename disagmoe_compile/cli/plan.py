@@ -6,7 +6,6 @@ bare allocation problem of a file (`--problem`). Only `--model hf:FAMILY` and `-
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +14,20 @@ import typer
 from rich.console import Console
 
 from disagmoe_compile.cli import plan_report
+from disagmoe_compile.cli.model_options import (
+    AttentionGroupSizeOption,
+    CostsOption,
+    DedupOption,
+    FfnGroupSizeOption,
+    MicroBatchSizeOption,
+    NodesOption,
+    PipelineGroupsOption,
+    RecomputeOption,
+    SeqLengthOption,
+    SequencesPerGpuOption,
+    SharedExpertsOnOption,
+    one_of,
+)
 from disagmoe_compile.cli.output import DebugOption, JsonOption, Output, command
 from disagmoe_compile.cli.plan_refine import MEASURED, SIMULATED, Refining, refined
 from disagmoe_compile.errors import InputError
@@ -75,13 +88,8 @@ class _Request:
             return replace(self, cluster=self.cluster.with_nodes(value))
         if parameter == "pipeline-groups":
             return replace(self, options=replace(self.options, pipeline_groups=value))
-        return replace(self, workload=replace(self.workload, **{parameter.replace("-", "_"): value}))
-
-
-def _choice(name: str, values: Mapping[str, Any], given: str | None) -> Any:
-    if given is not None and given not in values:
-        raise InputError(f"--{name} must be one of {', '.join(values)}, got {given!r}")
-    return None if given is None else values[given]
+        changed: dict[str, Any] = {parameter.replace("-", "_"): value}
+        return replace(self, workload=replace(self.workload, **changed))
 
 
 @command
@@ -94,35 +102,20 @@ def plan(
         str | None,
         typer.Option(metavar="NAME|FILE", help=f"See `disagmoe clusters`; a cluster file; or {LOCAL}:RANKS."),
     ] = None,
-    nodes: Annotated[int | None, typer.Option(help="Nodes of the cluster.")] = None,
-    seq_length: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
-    sequences_per_gpu: Annotated[
-        int | None, typer.Option(help="Sequences of a step for each GPU, at most.")
-    ] = None,
+    nodes: NodesOption = None,
+    seq_length: SeqLengthOption = None,
+    sequences_per_gpu: SequencesPerGpuOption = None,
     global_batch_size: Annotated[
         int | None, typer.Option(help="Sequences of a step, exactly; instead of --sequences-per-gpu.")
     ] = None,
-    micro_batch_size: Annotated[
-        int | None,
-        typer.Option(help="Sequences of a micro-batch on an attention rank.", show_default="planner"),
-    ] = None,
-    pipeline_groups: Annotated[
-        int | None, typer.Option(help="Groups of each kind.", show_default="planner")
-    ] = None,
-    attention_group_size: Annotated[
-        int | None, typer.Option(help="Ranks of one attention group.", show_default="planner")
-    ] = None,
-    ffn_group_size: Annotated[
-        int | None, typer.Option(help="Ranks of one FFN group.", show_default="planner")
-    ] = None,
-    costs: Annotated[str, typer.Option(help="corrected, or paper: as printed there.")] = "corrected",
-    dedup: Annotated[str, typer.Option(help="Copies of a token that are sent: none, rank or node.")] = "rank",
-    recompute: Annotated[
-        str | None, typer.Option(help="none or stage, on both sides.", show_default="planner, a side")
-    ] = None,
-    shared_experts_on: Annotated[
-        str | None, typer.Option(help="attention or ffn.", show_default="planner")
-    ] = None,
+    micro_batch_size: MicroBatchSizeOption = None,
+    pipeline_groups: PipelineGroupsOption = None,
+    attention_group_size: AttentionGroupSizeOption = None,
+    ffn_group_size: FfnGroupSizeOption = None,
+    costs: CostsOption = "corrected",
+    dedup: DedupOption = "rank",
+    recompute: RecomputeOption = None,
+    shared_experts_on: SharedExpertsOnOption = None,
     shard_optimizer: Annotated[
         bool, typer.Option("--shard-optimizer", help="May shard optimizer state over attention replicas.")
     ] = False,
@@ -180,26 +173,26 @@ def plan(
     if model is None or cluster is None or seq_length is None:
         raise InputError("give --model, --cluster and --seq-length (or --problem FILE)")
     is_local = cluster.split(":")[0] == LOCAL
-    _choice("refine", dict.fromkeys((MEASURED, SIMULATED), True), refine)
+    one_of("refine", dict.fromkeys((MEASURED, SIMULATED), True), refine)
     measured = refine == MEASURED
     request = _Request(
         model=_model(model),
         cluster=_local(cluster) if is_local else find_cluster(cluster, nodes),
         workload=TrainingWorkload(seq_length, global_batch_size, sequences_per_gpu, micro_batch_size),
         options=SizingOptions(
-            dedup=_choice("dedup", {d.value: d for d in Dedup}, dedup),
+            dedup=one_of("dedup", {d.value: d for d in Dedup}, dedup),
             pipeline_groups=pipeline_groups,
             attention_group_size=attention_group_size,
             ffn_group_size=ffn_group_size,
             whole_nodes=whole_nodes,
-            free_nics=_choice("nics", {"tied": False, "free": True}, nics),
+            free_nics=one_of("nics", {"tied": False, "free": True}, nics),
             nic_share=nic_share,
-            recompute=False if measured else _choice("recompute", {"none": False, "stage": True}, recompute),
+            recompute=False if measured else one_of("recompute", {"none": False, "stage": True}, recompute),
             shared_experts_on="attention" if measured else shared_experts_on,
             shard_optimizer=None if shard_optimizer else False,
             state=_FP32_STATE if is_local else TrainingState(),
         ),
-        costs=_choice("costs", {c.value: c for c in CostSet}, costs),
+        costs=one_of("costs", {c.value: c for c in CostSet}, costs),
         element_bytes=4 if is_local else 2,
         time_limit_s=time_limit,
     )

@@ -13,6 +13,19 @@ from typing import Annotated
 
 import typer
 
+from disagmoe_compile.cli.model_options import (
+    AttentionGroupSizeOption,
+    CostsOption,
+    DedupOption,
+    FfnGroupSizeOption,
+    MicroBatchSizeOption,
+    NodesOption,
+    PipelineGroupsOption,
+    RecomputeOption,
+    SeqLengthOption,
+    SequencesPerGpuOption,
+    SharedExpertsOnOption,
+)
 from disagmoe_compile.cli.output import DebugOption, JsonOption, Output, command
 from disagmoe_compile.cli.simulate_abstract import simulate_abstract
 from disagmoe_compile.cli.simulate_model import ModelRequest, Shown, simulate_model
@@ -29,39 +42,23 @@ def simulate(
     cluster: Annotated[
         str | None, typer.Option(metavar="NAME|FILE", help="See `disagmoe clusters`; or a cluster file.")
     ] = None,
-    nodes: Annotated[int | None, typer.Option(help="Nodes of the cluster.")] = None,
-    seq_length: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
-    sequences_per_gpu: Annotated[
-        int | None, typer.Option(help="Sequences of a step for each GPU, at most.")
-    ] = None,
+    nodes: NodesOption = None,
+    seq_length: SeqLengthOption = None,
+    sequences_per_gpu: SequencesPerGpuOption = None,
     global_batch_size: Annotated[
         int | None, typer.Option(help="Sequences of a step, at most; instead of --sequences-per-gpu.")
     ] = None,
-    micro_batch_size: Annotated[
-        int | None, typer.Option(help="Sequences of a micro-batch.", show_default="searched")
-    ] = None,
-    pipeline_groups: Annotated[
-        int | None, typer.Option(help="AF-Pipe: groups of each kind.", show_default="searched")
-    ] = None,
-    attention_group_size: Annotated[
-        int | None, typer.Option(help="AF-Pipe: ranks of an attention group.", show_default="searched")
-    ] = None,
-    ffn_group_size: Annotated[
-        int | None, typer.Option(help="AF-Pipe: ranks of an FFN group.", show_default="searched")
-    ] = None,
+    micro_batch_size: MicroBatchSizeOption = None,
+    pipeline_groups: PipelineGroupsOption = None,
+    attention_group_size: AttentionGroupSizeOption = None,
+    ffn_group_size: FfnGroupSizeOption = None,
     ep_size: Annotated[
         int | None, typer.Option(help="Rivals: GPUs that share the experts.", show_default="searched")
     ] = None,
-    costs: Annotated[str, typer.Option(help="corrected, or paper: as printed there.")] = "corrected",
-    dedup: Annotated[
-        str, typer.Option(help="Copies of a token that any system sends: none, rank or node.")
-    ] = "rank",
-    recompute: Annotated[
-        str | None, typer.Option(help="none or stage, for any system.", show_default="searched")
-    ] = None,
-    shared_experts_on: Annotated[
-        str | None, typer.Option(help="AF-Pipe: attention or ffn.", show_default="searched")
-    ] = None,
+    costs: CostsOption = "corrected",
+    dedup: DedupOption = "rank",
+    recompute: RecomputeOption = None,
+    shared_experts_on: SharedExpertsOnOption = None,
     schedules: Annotated[
         str,
         typer.Option(

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from disagmoe_compile.cli.model_options import one_of
 from disagmoe_compile.cli.output import Output
 from disagmoe_compile.errors import InputError
 from disagmoe_compile.models.catalogue import find_model
@@ -115,12 +116,6 @@ class ModelRequest:
             recompute=recompute,
             shared_on_ffn=side,
         )
-
-
-def one_of(name: str, given: str | None, values: Mapping[str, Any]) -> Any:
-    if given is not None and given not in values:
-        raise InputError(f"--{name} must be one of {', '.join(values)}, got {given!r}")
-    return None if given is None else values[given]
 
 
 def simulate_model(request: ModelRequest, shown: Shown, *, with_advice: bool) -> Output:

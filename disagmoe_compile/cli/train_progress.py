@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from disagmoe_compile.cli.progress import counting_bar
 from disagmoe_compile.cli.run_folder import RunFolder
 from disagmoe_compile.cli.train_report import render_plan
 from disagmoe_compile.errors import InputError
@@ -35,15 +35,7 @@ class Follower:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._shown = 0
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
+        self._progress = counting_bar(console)
         self._task = self._progress.add_task(f"tracing and compiling on {world_size} ranks", total=steps)
 
     def __enter__(self) -> Follower:

@@ -204,14 +204,11 @@ class AFModel:
         return attention + speed.seconds(model.shared[boundary], size, recompute=recompute)
 
     def action_seconds(self) -> dict[tuple[ActionKind, int], float]:
-        seconds: dict[tuple[ActionKind, int], float] = {}
-        for stage in range(self.topology.n_stages):
-            times = self.stage_seconds(stage)
-            seconds[ActionKind.FORWARD, stage] = times.forward
-            seconds[ActionKind.BACKWARD, stage] = times.backward
-            seconds[ActionKind.BACKWARD_INPUT, stage] = times.input
-            seconds[ActionKind.BACKWARD_WEIGHT, stage] = times.weight
-        return seconds
+        return {
+            (kind, stage): seconds
+            for stage in range(self.topology.n_stages)
+            for kind, seconds in self.stage_seconds(stage).by_kind().items()
+        }
 
     # Communication
 

@@ -59,7 +59,7 @@ class Durations:
         seconds: dict[tuple[ActionKind, int], float] = {}
         for stage in plan.stages:
             ranks = plan.topology.ffn_group_size if stage.role is Role.FFN else 1
-            forward = stage.forward_flops / speed / ranks
+            forward = plan.mean_fill * stage.forward_flops / speed / ranks
             again = forward if plan.recomputes(stage.role) else 0.0
             seconds |= {
                 (ActionKind.FORWARD, stage.index): forward,
@@ -184,14 +184,14 @@ def plan_program(
 
 
 def message_bytes(plan: Plan, transfer: Transfer) -> float:
-    """Expected bytes between whole groups for one micro-batch."""
+    """Expected bytes between whole groups for one micro-batch; for the mean one, where micro-batches differ by a sample."""
     topology = plan.topology
     ends = [topology.group_of_stage(s) for s in (transfer.src, transfer.dst)]
     if transfer.kind is TransferKind.COLLECTIVE:
         ranks = len(topology.ranks_of_group(ends[0]))
         return 2 * (ranks - 1) * transfer.nbytes()
     if transfer.kind is TransferKind.P2P:
-        return topology.attention_group_size * transfer.nbytes()
+        return plan.mean_fill * topology.attention_group_size * transfer.nbytes()
     experts = next(s for s in (transfer.src, transfer.dst) if topology.role_of_stage(s) is Role.FFN)
     n_experts, ranks = plan.stages[experts].num_experts, topology.ffn_group_size
     assert n_experts is not None
@@ -201,7 +201,7 @@ def message_bytes(plan: Plan, transfer: Transfer) -> float:
     top_k = max(1, pairs // max(tokens, 1))
     rows = tokens * expected_copies(n_experts, min(top_k, n_experts), ranks) / ranks
     sizes = {"rows": round(rows), "pairs": round(pairs / ranks)}
-    return float(topology.attention_group_size * ranks * transfer.nbytes(sizes))
+    return plan.mean_fill * topology.attention_group_size * ranks * transfer.nbytes(sizes)
 
 
 def _token_bounds(plan: Plan, transfer: Transfer) -> dict[str, int]:

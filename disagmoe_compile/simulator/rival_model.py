@@ -222,17 +222,11 @@ class RivalModel:
         return attention + speed.seconds(model.shared[boundary], size, recompute=recompute)
 
     def action_seconds(self, launch: float) -> dict[tuple[ActionKind, int], float]:
-        seconds: dict[tuple[ActionKind, int], float] = {}
-        for stage in range(self.directions * (self.model.n_boundaries * self.width + 1)):
-            times = self.stage_seconds(stage)
-            for kind, value in (
-                (ActionKind.FORWARD, times.forward),
-                (ActionKind.BACKWARD, times.backward),
-                (ActionKind.BACKWARD_INPUT, times.input),
-                (ActionKind.BACKWARD_WEIGHT, times.weight),
-            ):
-                seconds[kind, stage] = value + launch
-        return seconds
+        return {
+            (kind, stage): seconds + launch
+            for stage in range(self.directions * (self.model.n_boundaries * self.width + 1))
+            for kind, seconds in self.stage_seconds(stage).by_kind().items()
+        }
 
     # Communication, of one GPU
 

@@ -44,10 +44,11 @@ def simulate(plan: Plan | Sizing | str | os.PathLike[str], cost_model: CostModel
             "a plan of actions has its own FLOPs: it takes a Cluster or Durations as its cost model, got ModelCosts"
         )
     check(known)
-    durations = cost_model
-    if not isinstance(durations, Durations):
-        durations = Durations.of_cluster(known, cost_model or local_cpu(known.topology.world_size))
     queueing = Queueing.LIST if isinstance(cost_model, Cluster) else Queueing.HOST
+    if isinstance(cost_model, Durations):
+        durations = cost_model
+    else:
+        durations = Durations.of_cluster(known, cost_model or local_cpu(known.topology.world_size))
     program = plan_program(known, durations, training=known.training is not None, queueing=queueing)
     return simulate_program(program)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from disagmoe_compile.plan.action import ActionKind
 from disagmoe_compile.planner.hardware import Cluster
 from disagmoe_compile.planner.step_costs import ComponentCosts, ModelCosts, grouped_gemm_efficiency
 
@@ -31,6 +32,14 @@ class StageSeconds:
     @property
     def input(self) -> float:
         return self.backward - self.weight
+
+    def by_kind(self) -> dict[ActionKind, float]:
+        return {
+            ActionKind.FORWARD: self.forward,
+            ActionKind.BACKWARD: self.backward,
+            ActionKind.BACKWARD_INPUT: self.input,
+            ActionKind.BACKWARD_WEIGHT: self.weight,
+        }
 
 
 @dataclass(frozen=True, slots=True)
