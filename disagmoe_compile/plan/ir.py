@@ -243,6 +243,12 @@ class Plan:
         return self.options.get("recompute", "none") in ("stage", role.value)
 
     @property
+    def mean_fill(self) -> float:
+        """Samples of the mean micro-batch over those of the largest, which stages and transfers describe; 1 where all are equal."""
+        workload, members = self.workload, self.topology.attention_group_size
+        return workload.global_batch_size / (members * workload.n_microbatches * workload.microbatch_size)
+
+    @property
     def fingerprint(self) -> str:
         """SHA-256 (16 hex digits) of the serialised plan."""
         from disagmoe_compile.plan.serialize import to_dict
