@@ -244,7 +244,7 @@ class Plan:
 
     @property
     def mean_fill(self) -> float:
-        """Samples of the mean micro-batch over those of the largest, which stages and transfers describe; 1 where all are equal."""
+        """Samples of the mean micro-batch over those of the largest, which stages and transfers have; 1 where all are equal."""
         workload, members = self.workload, self.topology.attention_group_size
         return workload.global_batch_size / (members * workload.n_microbatches * workload.microbatch_size)
 
