@@ -32,7 +32,8 @@ CASES = (
     Case("DeepSeek-MoE-16B", 16, 8192, 1),
     Case("Qwen3-30B-A3B", 16, 8192, 1),
     Case("GPT-OSS-20B", 16, 32768, 1),
-    Case("DeepSeek-MoE-16B", 4, 8192, 10, free_nics=True),
+    Case("DeepSeek-MoE-16B", 4, 8192, 1, free_nics=True),
+    Case("Qwen3-30B-A3B", 16, 8192, 1, free_nics=True),
 )
 LARGE = (Case("DeepSeek-V3", 1250, 8192, 60), Case("Qwen3-235B-A22B", 1250, 8192, 60))
 

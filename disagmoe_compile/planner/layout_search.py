@@ -6,13 +6,14 @@ that is left where the solver ran out of time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from disagmoe_compile.planner.sizing_problem import Candidate, Layout, Policy, SizingProblem
 from disagmoe_compile.planner.step_model import Prediction, StepModel
 
-PLANS_TO_PREDICT = 12
+PLANS_TO_PREDICT = 80
 
 Plan = tuple[Candidate, Prediction]
 
@@ -54,14 +55,14 @@ def upper_bounds(problem: SizingProblem, model: StepModel, layouts: Iterable[Lay
 def _upper_bound(problem: SizingProblem, model: StepModel, layout: Layout) -> float:
     """Tokens a second with recompute only where even one micro-batch in flight needs it, and the most in flight.
 
-    Where NICs are free, each side has all but one. 0 where no policy fits.
+    Where NICs are free, they are shared out in fractions. 0 where no policy fits.
     """
     policies = [k for k in problem.policies(layout.pipeline_groups) if problem.go_together(layout, k)]
     nics = next(problem.nics_of_groups(layout), None)
     if nics is None:
         return 0.0
     if problem.options.free_nics:
-        nics = (max(nics), max(nics))
+        nics = model.even_nics(layout, problem.nics_of_pair(layout.pipeline_groups))
     lean = [k for k in policies if k.in_flight == min(k.in_flight for k in policies)]
     fitting = {
         role: [k for k in lean if held(layout, k) <= problem.memory_bytes]
@@ -103,5 +104,26 @@ def with_best_nics(problem: SizingProblem, model: StepModel, layout: Layout, pol
         uneven = abs(candidate.attention_nics - candidate.ffn_nics)
         return model.predict(candidate).pace_s, uneven
 
-    choices = [Candidate(layout, policy, a, f) for a, f in problem.nics_of_groups(layout)]
-    return choices[0] if len(choices) == 1 else min(choices, key=preference)
+    if not problem.options.free_nics:
+        return Candidate(layout, policy, *next(problem.nics_of_groups(layout)))
+    pair = problem.nics_of_pair(layout.pipeline_groups)
+    choices = _nics_of_attention(model, layout, policy, pair)
+    return min((Candidate(layout, policy, nics, pair - nics) for nics in choices), key=preference)
+
+
+def _nics_of_attention(model: StepModel, layout: Layout, policy: Policy, pair: int) -> set[int]:
+    """Whole numbers from 1 to `pair` - 1 with the fastest and, of these, the most even split among them.
+
+    The pace is the largest of a constant, one term that falls and one that rises with the number: least beside where the two
+    meet, and equally low between where each of them would exceed it.
+    """
+    alone = model.predict(Candidate(layout, policy, 1, 1))
+    attention, ffn = alone.attention.exchange_s, alone.ffn.exchange_s
+    meet = model.even_nics(layout, pair)[0]
+    beside = {min(max(nics, 1), pair - 1) for nics in (math.floor(meet), math.ceil(meet))}
+    pace = min(model.predict(Candidate(layout, policy, nics, pair - nics)).pace_s for nics in beside)
+    if pace <= 0:
+        return {pair // 2}
+    least, most = math.ceil(attention / pace), pair - math.ceil(ffn / pace)
+    even = {min(max(nics, least, 1), max(most, 1), pair - 1) for nics in (pair // 2, pair - pair // 2)}
+    return beside | even

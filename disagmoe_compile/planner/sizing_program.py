@@ -183,8 +183,8 @@ class SizingProgram:
         if (layout, recompute) not in self._limit_cache:
             model, fill = self.model, self.model.fill(layout)
             attention, ffn = next(self.problem.nics_of_groups(layout))
-            if self.problem.options.free_nics:  # at best a side has all but one
-                attention = ffn = max(attention, ffn)
+            if self.problem.options.free_nics:  # what no split into whole ones exceeds
+                attention, ffn = model.even_nics(layout, self.problem.nics_of_pair(layout.pipeline_groups))
             self._limit_cache[layout, recompute] = {
                 "compute[ffn]": _ratio(1, model.ffn_s(layout, recompute) * fill),
                 "exchange[attention]": _ratio(attention, model.attention_nic_s(layout) * fill),

@@ -269,6 +269,12 @@ class StepModel:
         boundaries = self.boundaries_of_group(layout.pipeline_groups)
         return 2 * boundaries * self.exchange(layout.ffn_group_size).link / rate
 
+    def even_nics(self, layout: Layout, pair: float) -> tuple[float, float]:
+        """`pair` NICs in fractions, shared out so that both sides' exchanges take equally long: no split of them is faster."""
+        attention, ffn = self.attention_nic_s(layout), self.ffn_nic_s(layout)
+        share = attention / (attention + ffn) if attention + ffn > 0 else 0.5
+        return pair * share, pair * (1 - share)
+
     def exchanged_bytes(self, layout: Layout) -> float:
         """Shared experts on FFN ranks need a row of their own only where every expert gets one."""
         extra = layout.shared_on_ffn and self.options.dedup is Dedup.NONE
