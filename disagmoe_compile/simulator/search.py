@@ -32,6 +32,8 @@ from disagmoe_compile.simulator.stage_times import Speed, StageSeconds
 
 SIMULATED = 4
 """Choices of a system that are simulated, unless a setting says otherwise."""
+MAY_FIT = 1.5
+"""Estimated memory, as a share of what may be filled, up to which a choice is simulated to see whether it fits."""
 MICRO_BATCHES = (1, 2, 4)
 TUTEL_DEGREES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 4, 8)
@@ -84,8 +86,10 @@ def best(setting: Setting, system: str) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
+    """`memory`: of the fullest rank, as a share of what may be filled."""
+
     tokens_per_s: float
-    fits: bool
+    memory: float
 
 
 def _fastest(
@@ -95,10 +99,12 @@ def _fastest(
     system: str,
     simulated: int,
 ) -> Result:
-    """Simulates the best by estimate until `simulated` of them fit, or twice as many were tried."""
+    """Simulates the best by estimate until `simulated` of them fit, or twice as many were tried; those that should fit first. The
+    estimate of memory is rough: then as many of those that may fit after all, if they should be faster than what was found.
+    """
     ranked = sorted(
         ((estimate(m), k, m) for k, m in enumerate(models)),
-        key=lambda e: (not e[0].fits, -e[0].tokens_per_s, e[1]),
+        key=lambda e: (e[0].memory > 1, -e[0].tokens_per_s, e[1]),
     )
     if not ranked:
         raise InputError(
@@ -109,7 +115,16 @@ def _fastest(
         results.append(simulate(model))
         if sum(result.fits for result in results) >= simulated:
             break
-    return max(results, key=lambda result: (result.fits, result.tokens_per_s_per_gpu))
+
+    def preference(result: Result) -> tuple[bool, float]:
+        return result.fits, result.tokens_per_s_per_gpu
+
+    close = [e for e in ranked[len(results) :] if 1 < e[0].memory <= MAY_FIT]
+    for estimated, _, model in close[:simulated]:
+        found = max(results, key=preference)
+        if estimated.tokens_per_s > found.tokens_per_s_per_gpu * found.gpus:
+            results.append(simulate(model))
+    return max(results, key=preference)
 
 
 # AF-Pipe
@@ -186,7 +201,7 @@ class _AFEstimates:
             )
         ]
         tokens_per_s = choice.sequences * model.seq_length / step
-        return Estimate(tokens_per_s, max(held) <= af.cluster.gpu.memory_bytes * USABLE_MEMORY)
+        return Estimate(tokens_per_s, max(held) / (af.cluster.gpu.memory_bytes * USABLE_MEMORY))
 
 
 def _af_load(af: AFModel) -> _AFLoad:
@@ -286,7 +301,7 @@ def _rival_estimate(rival: RivalModel) -> Estimate:
     held = in_flight / p * sum(kept.values()) / rival.directions
     used = held + rival_state_bytes(rival, True)
     return Estimate(
-        rival.sequences * model.seq_length / step, used <= rival.cluster.gpu.memory_bytes * USABLE_MEMORY
+        rival.sequences * model.seq_length / step, used / (rival.cluster.gpu.memory_bytes * USABLE_MEMORY)
     )
 
 

@@ -99,7 +99,8 @@ def test_bad_input_is_one_clear_line(
 def test_a_model_on_a_cluster_side_by_side(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trace, picture = tmp_path / "trace.json", tmp_path / "step.png"
     arguments = (
-        "simulate --model OLMoE --cluster H800 --nodes 1 --seq-length 2048 --sequences-per-gpu 2 --ep-size 8"
+        "simulate --model OLMoE --cluster H800 --nodes 1 --seq-length 2048 --sequences-per-gpu 2 --ep-size 8 "
+        "--pipeline-groups 1 --micro-batch-size 1"
     )
     extra = ["--schedules", "af_pipe,megatron_1f1b", "--trace", str(trace), "--picture", str(picture)]
     document = _json(capsys, [*arguments.split(), *extra])

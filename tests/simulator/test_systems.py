@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ from disagmoe_compile.models.catalogue import find_model
 from disagmoe_compile.planner.hardware import Cluster, find_cluster
 from disagmoe_compile.planner.model_spec import layer_pattern
 from disagmoe_compile.planner.step_costs import Dedup, ModelCosts, model_costs
+from disagmoe_compile.simulator import search
 from disagmoe_compile.simulator.af_model import AFChoice, AFModel
 from disagmoe_compile.simulator.results import af_result, model_flops, rival_result
 from disagmoe_compile.simulator.rival_model import RIVALS, RivalChoice, RivalModel
@@ -103,6 +106,24 @@ def test_the_search_pins_what_is_given(model: ModelCosts, cluster: Cluster) -> N
     assert best(setting, "megatron_1f1b").options["ep_size"] == 16
     found = best(replace(setting, pipeline_groups=2, ffn_group_size=8), "af_pipe").options
     assert (found["pipeline_groups"], found["ffn_group_size"]) == (2, 8)
+
+
+def test_a_choice_that_fits_though_its_estimate_says_otherwise_is_found() -> None:
+    """Name, estimated tokens/s, estimated memory, whether it fits when simulated; it is as fast as estimated."""
+    choices = [
+        ("slow", 1.0, 0.5, True),
+        ("fits", 3.0, 1.2, True),
+        ("full", 4.0, 1.3, False),
+        ("huge", 9.0, 3.0, True),
+    ]
+    simulated: list[str] = []
+
+    def run(choice: Any) -> Any:
+        simulated.append(choice[0])
+        return SimpleNamespace(name=choice[0], fits=choice[3], tokens_per_s_per_gpu=choice[1], gpus=1)
+
+    found = search._fastest(choices, lambda c: search.Estimate(c[1], c[2]), run, "any", 2)  # type: ignore[type-var]
+    assert found.name == "fits" and simulated == ["slow", "full", "fits"]  # type: ignore[attr-defined]
 
 
 def test_no_sizes_that_fit_is_an_error(model: ModelCosts, cluster: Cluster) -> None:
