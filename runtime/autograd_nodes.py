@@ -66,16 +66,22 @@ class OnePhase(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _Forward:
-    """A call between its phases. `versions`: of the parameters that this rank owns, as the forward saw them."""
+    """A call between its phases. `versions`: how often each argument had been written to when the forward saw it."""
 
     executor: Executor
     scales: tuple[float, ...]
     number: int
-    versions: dict[str, int]
+    versions: tuple[int | None, ...]
 
-    def changed_parameter(self) -> str | None:
-        parameters = self.executor.worker.step.parameters
-        return next((fqn for fqn, v in self.versions.items() if parameters[fqn]._version != v), None)
+    def changed_argument(self) -> int | None:
+        now = map(_version, self.executor.worker.step.arguments)
+        return next((i for i, (a, b) in enumerate(zip(self.versions, now, strict=True)) if a != b), None)
+
+
+def _version(argument: object) -> int | None:
+    if not isinstance(argument, torch.Tensor) or argument.is_inference() or not argument.numel():
+        return None
+    return argument._version
 
 
 class TwoPhases(torch.autograd.Function):
@@ -90,13 +96,13 @@ class TwoPhases(torch.autograd.Function):
         executor = prepared.new_executor()
         scales = session.scales(arguments)
         number = session.step_count
-        session.begin(executor, arguments, trains=True)
+        kept = session.without_updated_buffers(arguments)
+        session.begin(executor, kept, trains=True)
         session.run(executor, prepared.actions)
         outputs = session.gather(prepared, executor.worker, scales)
         session.update_buffers(executor.worker, arguments)
-        versions = {fqn: p._version for fqn, p in executor.worker.step.parameters.items() if p.numel()}
         ctx.session, ctx.prepared, ctx.n_arguments = session, prepared, len(arguments)
-        ctx.forward_done = _Forward(executor, scales, number, versions)
+        ctx.forward_done = _Forward(executor, scales, number, tuple(map(_version, kept)))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *(value for one, value in zip(session.gathered, outputs, strict=True) if not one.requires_grad)
@@ -122,14 +128,14 @@ class TwoPhases(torch.autograd.Function):
 
 
 def _check_same_backward(session: Session, done: _Forward, incoming: Sequence[torch.Tensor | None]) -> None:
-    """Collective. Raises on every rank where ranks run other backwards, or a parameter changed since the forward."""
+    """Collective. Raises on every rank where ranks run other backwards, or an argument was written to since the forward."""
     with session.explained("comparing gradients"):
         digest = batch_digest(["backward", done.number, *incoming])
         agree("the gradients that backward() starts from", digest, session.world, _SAME_GRADIENTS)
-        changed = done.changed_parameter()
+        changed = done.changed_argument()
         flags = gather_numbers((float(changed is not None),), session.world)[:, 0].tolist()
     if any(flags):
-        where = f"parameter {changed}" if changed else f"a parameter of rank {flags.index(1.0)}"
+        where = f"a parameter of rank {flags.index(1.0)}" if changed is None else session.name_of(changed)
         raise InputError(
             f"{where} was changed in place after the forward whose backward() runs now, so its gradients would be wrong: call "
             "backward() before optimizer.step()"

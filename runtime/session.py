@@ -222,6 +222,15 @@ class Session:
         anchor = torch.zeros((), requires_grad=True)
         return [anchor, *(a.detach() if i in elsewhere else a for i, a in enumerate(arguments))]  # type: ignore[attr-defined]
 
+    def name_of(self, position: int) -> str:
+        fqn = self._parameters.get(position)
+        return f"argument {position} of the graph" if fqn is None else f"parameter {fqn}"
+
+    def without_updated_buffers(self, arguments: Sequence[object]) -> list[object]:
+        """The arguments with copies of the buffers that the end of the forward changes, for a backward that may read them."""
+        updated = {update.position for update in self._buffer_updates}
+        return [a.clone() if i in updated else a for i, a in enumerate(arguments)]  # type: ignore[attr-defined]
+
     def begin(self, executor: Executor, arguments: Sequence[object], *, trains: bool) -> None:
         parameters = {fqn: arguments[i].detach() for i, fqn in self._parameters.items()}  # type: ignore[attr-defined]
         executor.begin(StepInputs(arguments, parameters, self._call_seed, trains), self.step_count)

@@ -91,7 +91,7 @@ def run_virtual(
     world_size: int | None = None,
     edit_plan: Callable[[Plan], Plan] = lambda plan: plan,
     edit_workers: Callable[[list[Worker]], None] = lambda workers: None,
-    **options: object,
+    **options: Any,
 ) -> VirtualRun:
     """One training step of all ranks. `options` as for torch.compile; `stage_compiler` is "eager" unless given.
 

@@ -40,7 +40,7 @@ def assert_equal_to_eager(ranks, at_least: int) -> None:
 
 
 def test_losses_outside_the_model_equal_eager(pool):
-    assert_equal_to_eager(ranks_of(pool, run_outside_losses, (2, 1, 1), BATCH), 15)
+    assert_equal_to_eager(ranks_of(pool, run_outside_losses, (2, 1, 1), BATCH), 16)
 
 
 def test_a_loss_of_the_model_and_one_of_its_outputs_together_equal_eager(pool):
@@ -53,7 +53,7 @@ def test_a_loss_of_the_model_and_one_of_its_outputs_together_equal_eager(pool):
 @pytest.mark.parametrize(
     ("script", "argument", "at_least"),
     [
-        (run_outside_losses, BATCH, 15),
+        (run_outside_losses, BATCH, 16),
         (run_losses_of_both_kinds, BATCH, 2),
         (run_uneven_batches, (5, 3, 1, 7), 6),
     ],
