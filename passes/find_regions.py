@@ -6,6 +6,7 @@ is reported with what reads it, so that a style to come knows where to start.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from torch import fx
@@ -13,7 +14,7 @@ from torch import fx
 from disagmoe_compile.passes.aliasing import analysing, live_nodes
 from disagmoe_compile.passes.base import PassReport
 from disagmoe_compile.passes.contract import Capability
-from disagmoe_compile.passes.metadata import describe, is_call, is_tensor, value
+from disagmoe_compile.passes.metadata import describe, is_call, is_gather, is_tensor, value
 from disagmoe_compile.passes.modes import mode_obstacle
 from disagmoe_compile.passes.regions import Region, Style, in_graph_order
 from disagmoe_compile.passes.styles.expert_loop import ExpertLoop
@@ -101,6 +102,15 @@ def _interior(region: Region) -> list[fx.Node]:
     return [node for node in found if is_tensor(node) and value(node).is_floating_point()]
 
 
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """What computes with a value, past the parts that are only taken out of it."""
+    found: dict[fx.Node, None] = {}
+    for user in node.users:
+        is_part = user.target is operator.getitem and not is_gather(user)
+        found |= dict.fromkeys(_readers(user) if is_part else [user])
+    return list(found)
+
+
 def unused_top_ks(graph: fx.Graph, regions: tuple[Region, ...]) -> list[str]:
     """One line per top-k that routes no found region."""
     routing: set[fx.Node] = set()
@@ -114,8 +124,7 @@ def unused_top_ks(graph: fx.Graph, regions: tuple[Region, ...]) -> list[str]:
     lines = []
     for node in graph.nodes:
         if is_call(node, "topk") and node not in routing:
-            readers = [reader for part in node.users for reader in part.users]
-            readers_text = ", ".join(describe(reader) for reader in readers[:2]) or "nothing"
+            readers_text = ", ".join(describe(reader) for reader in _readers(node)[:2]) or "nothing"
             lines.append(
                 f"{describe(node)} routes no region that a style recognises; it is read by {readers_text}"
             )

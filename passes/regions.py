@@ -77,3 +77,10 @@ class Style(Protocol):
 def in_graph_order(graph: fx.Graph, regions: Iterable[Region]) -> tuple[Region, ...]:
     order = {node: index for index, node in enumerate(graph.nodes)}
     return tuple(sorted(regions, key=lambda region: order[region.exit]))
+
+
+def only_one(what: str, known: fx.Node | None, node: fx.Node) -> fx.Node:
+    """`node`; raises NoMatch where another node has entered the experts as `what` before."""
+    if known not in (None, node):
+        raise NoMatch(node, f"a second kind of {what} enters the experts")
+    return node

@@ -30,11 +30,11 @@ from disagmoe_compile.passes.styles.loop_chain import (
     Link,
     adds_pairs,
     chain_of,
-    is_nothing,
     starts_of_experts,
 )
 from disagmoe_compile.passes.styles.loop_expert import Addend
 from disagmoe_compile.passes.styles.loop_routing import Routing
+from disagmoe_compile.passes.styles.zeros import is_zero
 
 _SHARED = -1
 
@@ -216,7 +216,7 @@ class _Match:
         while pending:
             node = pending.pop()
             is_end = (
-                node is self.chain.base or node in self.shared or node.op == "placeholder" or is_nothing(node)
+                node is self.chain.base or node in self.shared or node.op == "placeholder" or is_zero(node)
             )
             if node not in inside and not is_end:
                 inside.add(node)

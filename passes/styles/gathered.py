@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from disagmoe_compile.passes.metadata import argument, is_call, is_gather, is_tensor, rank_of, shape, value
-from disagmoe_compile.passes.regions import Found, NoMatch, Region
+from disagmoe_compile.passes.regions import Found, NoMatch, Region, only_one
 from disagmoe_compile.passes.styles.axes import ONE, ROW, Axes, Axis
 from disagmoe_compile.passes.styles.ids import is_not_negative
 from disagmoe_compile.passes.styles.moves import moved
@@ -203,10 +203,10 @@ class _Match:
         if ROW not in axes and names == self._flat((*self.token_axes, self.choice)):
             if not value(node).is_floating_point():
                 raise NoMatch(node, "it takes part in the experts' rows, and is no weight")
-            self.weights = self._one("weights", self.weights, node)
+            self.weights = only_one("weights", self.weights, node)
             return self.function.weight(axes)
         if axes[-1:] == (ROW,) and axes.count(ROW) == 1 and names == (*self._flat(self.token_axes), ROW):
-            self.tokens = self._one("tokens", self.tokens, node)
+            self.tokens = only_one("tokens", self.tokens, node)
             return self.function.rows
         return None
 
@@ -233,12 +233,6 @@ class _Match:
         return tuple(
             name for axis in axes if axis != ONE for name in ((axis,) if isinstance(axis, str) else axis)
         )
-
-    @staticmethod
-    def _one(what: str, known: fx.Node | None, node: fx.Node) -> fx.Node:
-        if known not in (None, node):
-            raise NoMatch(node, f"a second kind of {what} enters the experts")
-        return node
 
 
 def _base(ids: fx.Node) -> fx.Node:

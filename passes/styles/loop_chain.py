@@ -21,6 +21,7 @@ from torch import fx
 from disagmoe_compile.passes.metadata import argument, is_call, is_gather, is_tensor, rank_of, shape, value
 from disagmoe_compile.passes.regions import NoMatch
 from disagmoe_compile.passes.styles.loop_routing import column, compared, first_part, zero_outside
+from disagmoe_compile.passes.styles.zeros import is_zero
 
 
 def starts_of_experts(graph: fx.Graph) -> list[dict[int, list[fx.Node]]]:
@@ -169,13 +170,13 @@ def _first_addition(
         rows = sides[0]
         start = next(side for side in node.args[:2] if side is not rows)
         is_alike = any(link.rows.target == node.target for link in links)
-        if is_alike and not is_nothing(start):
+        if is_alike and not is_zero(start):
             return None  # the addition is a part of every expert
         added = start, Link(rows, None, node)
     start, link = added
     if not reached.get(link.rows, 0) or (isinstance(start, fx.Node) and reached.get(start, 0)):
         raise NoMatch(node, "it does not add one expert to what comes before")
-    if is_nothing(start):
+    if is_zero(start):
         return None, link
     assert isinstance(start, fx.Node), "numbers other than zero are no plain sum"
     if shape(start) != shape(node) or value(start).dtype != value(node).dtype:
@@ -242,15 +243,6 @@ def _same_type(node: fx.Node, exit_node: fx.Node) -> fx.Node:
 
 def _adds(node: fx.Node) -> bool:
     return is_call(node, "add", "index_add", "scatter_add", "index_put")
-
-
-def is_nothing(start: object) -> bool:
-    if isinstance(start, int | float):
-        return start == 0
-    if is_call(start, "full", "full_like", "new_full"):
-        position = 1 if is_call(start, "full_like") else 2 if is_call(start, "new_full") else 1
-        return argument(start, position, "fill_value") == 0  # type: ignore[arg-type]
-    return is_call(start, "zeros", "zeros_like", "new_zeros")
 
 
 def _is_single(bits: int) -> bool:

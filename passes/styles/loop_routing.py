@@ -24,7 +24,7 @@ from torch import fx
 from disagmoe_compile.passes.metadata import argument, is_call, is_tensor, rank_of, value
 from disagmoe_compile.passes.regions import NoMatch
 from disagmoe_compile.passes.styles.ids import are_distinct
-from disagmoe_compile.passes.styles.zeros import routed_ids
+from disagmoe_compile.passes.styles.zeros import is_zero, routed_ids
 
 _CASTS = (
     "to",
@@ -41,7 +41,6 @@ _CASTS = (
     "detach",
 )
 _ALL = slice(None, None, None)
-_ZEROS = ("zeros", "zeros_like", "new_zeros")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +184,10 @@ class Routing:
                 mask = self.mask(other)  # type: ignore[arg-type]
                 if mask is not None:
                     return self._of_same_shape(weights, mask)  # type: ignore[arg-type]
-        if is_call(node, "where") and len(node.args) == 3 and _is_zero(node.args[2]):
+        if is_call(node, "where") and len(node.args) == 3 and is_zero(node.args[2]):
             mask = self.mask(node.args[0])  # type: ignore[arg-type]
             return None if mask is None else self._of_same_shape(node.args[1], mask)  # type: ignore[arg-type]
-        if is_call(node, "masked_fill") and _is_zero(argument(node, 2, "value")):
+        if is_call(node, "masked_fill") and is_zero(argument(node, 2, "value")):
             ids, expert = compared(node.args[1], "ne")  # type: ignore[arg-type]
             if ids is not None and rank_of(ids) == self.lead + 1:
                 return self._of_same_shape(node.args[0], Mask(same_ids(ids), expert, self.lead))  # type: ignore[arg-type]
@@ -327,9 +326,3 @@ def _dim(node: fx.Node) -> int | None:
     listed = dims if isinstance(dims, tuple | list) else (dims,)
     rank = rank_of(node.args[0]) or 0  # type: ignore[arg-type]
     return listed[0] % rank if len(listed) == 1 and isinstance(listed[0], int) and rank else None
-
-
-def _is_zero(number: object) -> bool:
-    if isinstance(number, int | float):
-        return number == 0
-    return is_call(number, *_ZEROS)

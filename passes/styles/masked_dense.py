@@ -18,7 +18,7 @@ from torch import fx
 
 from disagmoe_compile.passes.metadata import is_tensor, rank_of, shape, value
 from disagmoe_compile.passes.program import Dim
-from disagmoe_compile.passes.regions import Found, NoMatch, Region
+from disagmoe_compile.passes.regions import Found, NoMatch, Region, only_one
 from disagmoe_compile.passes.styles.axes import ONE, ROW, Axes
 from disagmoe_compile.passes.styles.pair_function import Converted, PairFunction
 from disagmoe_compile.passes.styles.parameters import is_parameter, is_stacked, parameter_leaf
@@ -153,15 +153,9 @@ class _Match:
             return None
         pairs = tuple(axis for axis in axes if axis not in (ROW, ONE))
         if pairs == self.token_axes and axes[len(pairs) :] == (ROW,):
-            self.tokens = self._one("tokens", self.tokens, node)
+            self.tokens = only_one("tokens", self.tokens, node)
             return self.function.rows
         if axes == (*self.token_axes, (_EXPERT,)):
-            self.scores = self._one("routing scores", self.scores, node)
+            self.scores = only_one("routing scores", self.scores, node)
             return self.function.weight(axes)
         return None
-
-    @staticmethod
-    def _one(what: str, known: fx.Node | None, node: fx.Node) -> fx.Node:
-        if known not in (None, node):
-            raise NoMatch(node, f"a second kind of {what} enters the experts")
-        return node

@@ -37,7 +37,7 @@ from disagmoe_compile.passes.metadata import (
     value,
 )
 from disagmoe_compile.passes.program import Dim
-from disagmoe_compile.passes.regions import NoMatch, Region
+from disagmoe_compile.passes.regions import NoMatch, Region, only_one
 from disagmoe_compile.passes.styles.axes import ONE, ROW, Axes
 from disagmoe_compile.passes.styles.pair_function import Converted, PairFunction
 from disagmoe_compile.passes.styles.parameters import is_parameter, is_stacked, parameter_leaf
@@ -166,18 +166,12 @@ class SlotMatch:
         if node in self.inside or axes[: len(lead)] != lead:
             return None
         if axes[len(lead) :] == (ROW,):
-            self.slots = self._one("slots", self.slots, node)
+            self.slots = only_one("slots", self.slots, node)
             return self.function.rows
         if axes[len(lead) :] in ((), (ONE,)):
-            self.weights = self._one("weights", self.weights, node)
+            self.weights = only_one("weights", self.weights, node)
             return self.function.weight(axes)
         return None
-
-    @staticmethod
-    def _one(what: str, known: fx.Node | None, node: fx.Node) -> fx.Node:
-        if known not in (None, node):
-            raise NoMatch(node, f"a second kind of {what} enters the experts")
-        return node
 
     # -- who fills the slots
 

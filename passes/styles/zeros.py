@@ -51,6 +51,16 @@ def routed_ids(scores: fx.Node) -> fx.Node:
     return found.ids
 
 
+def is_zero(found: object) -> bool:
+    """Whether it is the number, or a tensor made of zeros that nobody writes to."""
+    if not isinstance(found, fx.Node):
+        return isinstance(found, int | float) and found == 0
+    try:
+        return _constant(found, storages(found.graph).writers) == 0
+    except NoMatch:
+        return False
+
+
 def background(node: fx.Node, written: Mapping[fx.Node, fx.Node]) -> Background:
     """Raises NoMatch at the operation after which values outside the ids are not known. `written`: as `Storages.writers`."""
     name = target_name(node)

@@ -181,6 +181,23 @@ def weights_at_the_input(m, x, w, ids):
     return sum(m.experts[e](x * scores[:, e : e + 1]) for e in range(EXPERTS))
 
 
+def summed_with_zeros_that_were_written(m, x, w, ids):
+    y = torch.zeros_like(x)
+    y[:, 0] = x[:, 1]
+    for e in range(EXPERTS):
+        y = y + m.experts[e](x) * (w * (ids == e)).sum(-1, keepdim=True)
+    return y
+
+
+def added_to_zeros_that_were_written(m, x, w, ids):
+    y = torch.zeros_like(x)
+    y[:, 0] = x[:, 1]
+    for e, expert in enumerate(m.experts):
+        tok, slot = torch.where(ids == e)
+        y = y.index_add(0, tok, expert(x[tok]) * w[tok, slot, None])
+    return y
+
+
 def the_last_expert_is_left_out(m, x, w, ids):
     """Its pairs add nothing, as dropped ones do."""
     y = torch.zeros_like(x)
@@ -194,6 +211,7 @@ EXACT = [
     modules_on_their_tokens, in_another_order, added_to_rows, boolean_index, scattered, started_from_a_residual,
     without_weights, chosen_by_where, normalised_mask, seen_expert_by_expert, cut_into_pieces, normed_by_each_expert,
     one_expert_a_token, weights_of_another_top_k, weights_at_the_input, the_last_expert_is_left_out,
+    added_to_zeros_that_were_written, summed_with_zeros_that_were_written,
 ]  # fmt: skip
 WITH_BIAS = (chosen_by_where, without_weights, in_another_order, added_to_rows)
 
@@ -345,7 +363,17 @@ def no_routing(m, x, w, ids):
     return selected(m, x, w, ids, lambda e, rows: rows * 2.0)
 
 
+def weights_outside_are_zeros_that_were_written(m, x, w, ids):
+    outside = torch.zeros_like(w)
+    outside[:, 0] = 1.0
+    y = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        y = y + m.experts[e](x) * torch.where(ids == e, w, outside).sum(-1, keepdim=True)
+    return y
+
+
 REFUSED = {
+    weights_outside_are_zeros_that_were_written: "a value that is neither tokens nor routing weights enters the experts",
     different_code: "experts 0 and 1 compute different functions",
     different_sizes: "the parameters of experts 0 and 1 differ in shape",
     tied_experts: "belongs to several experts",
