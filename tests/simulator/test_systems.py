@@ -111,7 +111,8 @@ def test_the_search_pins_what_is_given(model: ModelCosts, cluster: Cluster) -> N
 def test_a_choice_that_fits_though_its_estimate_says_otherwise_is_found() -> None:
     """Name, estimated tokens/s, estimated memory, whether it fits when simulated; it is as fast as estimated."""
     choices = [
-        ("slow", 1.0, 0.5, True),
+        ("slow", 2.0, 0.5, True),
+        ("slower", 1.0, 0.5, True),
         ("fits", 3.0, 1.2, True),
         ("full", 4.0, 1.3, False),
         ("huge", 9.0, 3.0, True),
@@ -123,7 +124,7 @@ def test_a_choice_that_fits_though_its_estimate_says_otherwise_is_found() -> Non
         return SimpleNamespace(name=choice[0], fits=choice[3], tokens_per_s_per_gpu=choice[1], gpus=1)
 
     found = search._fastest(choices, lambda c: search.Estimate(c[1], c[2]), run, "any", 2)  # type: ignore[type-var]
-    assert found.name == "fits" and simulated == ["slow", "full", "fits"]  # type: ignore[attr-defined]
+    assert found.name == "fits" and simulated == ["slow", "slower", "full", "fits"]  # type: ignore[attr-defined]
 
 
 def test_no_sizes_that_fit_is_an_error(model: ModelCosts, cluster: Cluster) -> None:
