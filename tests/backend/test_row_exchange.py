@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from disagmoe_compile.config import Options
+from disagmoe_compile.errors import InputError
 from disagmoe_compile.models.hf import build
 from disagmoe_compile.plan.ir import Plan, TransferKind
 from disagmoe_compile.runtime.buffers import Buffers
@@ -127,3 +129,16 @@ def test_nothing_reads_a_message_after_its_buffer_was_given_back(captured, monke
     run = run_captured(call, **WORLD, pipeline_groups=2, stage_compiler="aot_eager")
     assert len(given) > 50
     assert_parity(run.loss, run.gradients, reference)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"dedup": "node"}, "dedup='node' is not supported by this version"),
+        ({"payload_dtype": "int8"}, "payload_dtype must be one of bfloat16, float16, float32"),
+        ({"recompute": "layer"}, "recompute must be one of none, stage, attention, ffn"),
+    ],
+)
+def test_what_is_not_run_is_refused_in_one_line(option, message):
+    with pytest.raises(InputError, match=message):
+        Options.from_mapping(option)
