@@ -1,6 +1,6 @@
 """How long the planner takes, and that it proves its answer. `python benchmarks/planner.py [--large]`; no torch.
 
-Bars: 16 nodes under 1 s, 1,250 nodes (10,000 GPUs) under 60 s, each on an idle machine. "solve" is wall time as the plan reports
+Bars, in CPU seconds: 16 nodes under 1 s, 1,250 nodes (10,000 GPUs) under 60 s. "solve" is wall time as the plan reports
 it, "CPU" that of the whole call; importing Pyomo is apart.
 """
 
