@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, TypeVar
+from typing import Annotated, TypeVar, overload
 
 import typer
 
@@ -33,6 +33,10 @@ SharedExpertsOnOption = Annotated[str | None, typer.Option(help="attention or ff
 Value = TypeVar("Value")
 
 
+@overload
+def one_of(name: str, given: str, values: Mapping[str, Value]) -> Value: ...
+@overload
+def one_of(name: str, given: str | None, values: Mapping[str, Value]) -> Value | None: ...
 def one_of(name: str, given: str | None, values: Mapping[str, Value]) -> Value | None:
     """What an option's text stands for; None where it is not given. Raises InputError listing the texts."""
     if given is not None and given not in values:

@@ -173,26 +173,26 @@ def plan(
     if model is None or cluster is None or seq_length is None:
         raise InputError("give --model, --cluster and --seq-length (or --problem FILE)")
     is_local = cluster.split(":")[0] == LOCAL
-    one_of("refine", dict.fromkeys((MEASURED, SIMULATED), True), refine)
+    one_of("refine", refine, dict.fromkeys((MEASURED, SIMULATED), True))
     measured = refine == MEASURED
     request = _Request(
         model=_model(model),
         cluster=_local(cluster) if is_local else find_cluster(cluster, nodes),
         workload=TrainingWorkload(seq_length, global_batch_size, sequences_per_gpu, micro_batch_size),
         options=SizingOptions(
-            dedup=one_of("dedup", {d.value: d for d in Dedup}, dedup),
+            dedup=one_of("dedup", dedup, {d.value: d for d in Dedup}),
             pipeline_groups=pipeline_groups,
             attention_group_size=attention_group_size,
             ffn_group_size=ffn_group_size,
             whole_nodes=whole_nodes,
-            free_nics=one_of("nics", {"tied": False, "free": True}, nics),
+            free_nics=one_of("nics", nics, {"tied": False, "free": True}),
             nic_share=nic_share,
-            recompute=False if measured else one_of("recompute", {"none": False, "stage": True}, recompute),
+            recompute=False if measured else one_of("recompute", recompute, {"none": False, "stage": True}),
             shared_experts_on="attention" if measured else shared_experts_on,
             shard_optimizer=None if shard_optimizer else False,
             state=_FP32_STATE if is_local else TrainingState(),
         ),
-        costs=one_of("costs", {c.value: c for c in CostSet}, costs),
+        costs=one_of("costs", costs, {c.value: c for c in CostSet}),
         element_bytes=4 if is_local else 2,
         time_limit_s=time_limit,
     )
