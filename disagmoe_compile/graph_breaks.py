@@ -41,11 +41,16 @@ _NO_LIST = (
 
 def one_graph() -> AbstractContextManager[None]:
     """Around a call of a compiled model: Dynamo does not break its graph for sizes that depend on the data (the passes see to
-    them), nor for messages to a logger (which are left out)."""
+    them), nor for messages to a logger (which are left out).
+
+    A float stays a constant of the graph: a second model with another scale, or another value of an argument, is traced again.
+    Dynamo's way would make it an input, a number that the passes can neither count with nor divide a loss by.
+    """
     loggers = {getattr(logging.Logger, name) for name in _LOG_METHODS if hasattr(logging.Logger, name)}
     patch: AbstractContextManager[None] = torch._dynamo.config.patch(
         capture_scalar_outputs=True,
         capture_dynamic_output_shape_ops=True,
+        specialize_float=True,
         ignore_logging_functions=torch._dynamo.config.ignore_logging_functions | loggers,
     )
     return patch

@@ -243,15 +243,32 @@ def twenty_shapes(options: Options) -> Errors:
     return both.errors
 
 
-def two_models(options: Options) -> Errors:
-    """Alternating; the second one starts when the first is already bound."""
+class Scaled(nn.Module):
+    """A number of the model in its loss: another one in the next model."""
+
+    def __init__(self, hidden: int, scale: float) -> None:
+        super().__init__()
+        self.inner = styles.build("where_loop", n_layers=1, vocab=VOCAB, hidden=hidden, seed=3)
+        self.scale = scale
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        output = self.inner(input_ids, labels)
+        return output._replace(loss=output.loss * self.scale)
+
+
+def several_models(options: Options) -> Errors:
+    """Alternating; each starts when the ones before it are already bound."""
     first = Lockstep(tiny, sgd, options)
     first.train("first", **make_batch(0))
-    second = Lockstep(lambda: styles.build("where_loop", n_layers=1, vocab=VOCAB, seed=3), sgd, options)
+    others = {
+        f"width {hidden}": Lockstep(partial(Scaled, hidden, hidden**-0.5), sgd, options)
+        for hidden in (16, 24)
+    }
     for step in range(2):
-        second.train("second", **make_batch(step))
+        for name, other in others.items():
+            other.train(name, **make_batch(step))
         first.train("first", **make_batch(step))
-    return {**first.errors, **second.errors}
+    return {**first.errors, **{n: e for other in others.values() for n, e in other.errors.items()}}
 
 
 @dataclass
@@ -385,7 +402,7 @@ SCRIPTS: Mapping[str, Callable[[Options], Errors]] = {
         gradient_hooks,
         evaluation_between_steps,
         twenty_shapes,
-        two_models,
+        several_models,
         unusual_signatures,
         tied_embeddings,
         all_tokens_to_the_same_experts,
