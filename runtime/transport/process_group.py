@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -69,6 +70,9 @@ class ProgressThread:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+            del (
+                job
+            )  # or the thread, waiting for the next, would keep alive what the last one used: process groups
 
 
 class ProcessGroupTransport:
@@ -86,6 +90,7 @@ class ProcessGroupTransport:
         self._topology, self._lanes, self._replicas = topology, lanes, replicas
         self._timeout = timedelta(seconds=timeout_s)
         self._progress = ProgressThread()
+        weakref.finalize(self, self._progress.close)  # a model that is dropped takes its thread along
         self.buffers = Buffers(torch.device("cpu"))
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
