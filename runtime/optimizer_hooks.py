@@ -16,7 +16,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ class OptimizerGuard:
         self._awaits_first_call = False
         self._scale = GradientScale()
         self._seen: WeakSet[torch.optim.Optimizer] = WeakSet()
-        self._on_first_step: list[Callable[[torch.optim.Optimizer], None]] = []
+        self._on_first_step: list[WeakMethod[Callable[[torch.optim.Optimizer], None]]] = []
 
     def expect_first_call(self, n_ranks: int) -> None:
         """From now on, until something is bound, a step of any optimizer raises if there are several ranks."""
@@ -51,9 +51,12 @@ class OptimizerGuard:
     def watch(
         self, binding: Binding, on_first_step: Callable[[torch.optim.Optimizer], None] | None = None
     ) -> None:
-        """`on_first_step` meets each optimizer that holds bound parameters once, before its first step."""
+        """`on_first_step`, a method, meets each optimizer that holds bound parameters once, before its first step, for as long as
+        its object lives: the guard must not keep a dropped model's process groups.
+        """
+        self._on_first_step = [meet for meet in self._on_first_step if meet() is not None]
         if on_first_step is not None:
-            self._on_first_step.append(on_first_step)
+            self._on_first_step.append(WeakMethod(on_first_step))
         self._awaits_first_call = False
         self._install()
         self._scale.watch(binding.owned.values())
@@ -88,8 +91,9 @@ class OptimizerGuard:
         if optimizer not in self._seen:
             self._seen.add(optimizer)
             self._scale.watch(parameters)
-            for meet in self._on_first_step:
-                meet(optimizer)
+            for method in self._on_first_step:
+                if (meet := method()) is not None:
+                    meet(optimizer)
 
 
 def compare_steps(held: Sequence[tuple[nn.Parameter, Holder]], scale: float | None, tolerance: float) -> None:

@@ -160,6 +160,16 @@ def _leave_process_group() -> None:
         gc.collect()
 
 
+def _forget_compiled_code() -> None:
+    """Dynamo leaves what a backend returned among the globals of the model's module, and with it the process groups of a session;
+    each of these has a thread that wakes up hundreds of times a second.
+    """
+    for module in list(sys.modules.values()):
+        names = [name for name in getattr(module, "__dict__", ()) if name.startswith("__compiled_fn_")]
+        for name in names:
+            delattr(module, name)
+
+
 @dataclass(frozen=True, slots=True)
 class _State:
     """What a case may change in its process and the next one must find as it was."""
@@ -187,6 +197,7 @@ class _State:
 
         _leave_process_group()
         torch._dynamo.reset()  # also removes the callbacks at the start and end of a compilation
+        _forget_compiled_code()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # setting a deprecated option back is no use of it
             torch._dynamo.config.load_config(self.dynamo_config)

@@ -70,9 +70,7 @@ class ProgressThread:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-            del (
-                job
-            )  # or the thread, waiting for the next, would keep alive what the last one used: process groups
+            del job  # or the waiting thread would keep what the last one used: process groups
 
 
 class ProcessGroupTransport:

@@ -4,7 +4,7 @@ smallest world with two ranks of one kind; every habit in every world is marked 
 from __future__ import annotations
 
 import pytest
-from training_scripts import SCRIPTS, run_scripts
+from training_scripts import SCRIPTS, run_scripts, threads_of_process_groups
 
 SHAPES = [(1, 1, 1), (2, 2, 1), (1, 3, 1), (3, 2, 1), (1, 1, 2), (2, 2, 2)]
 DEEPEST = ("gradient_scaler_with_an_overflow", "gradient_hooks", "frozen_parameters", "unusual_signatures")
@@ -36,6 +36,9 @@ def run(pool, shape: tuple[int, int, int], names: tuple[str, ...]) -> None:
 
 def test_scripts_train_as_eager(pool):
     run(pool, (1, 2, 1), DEEPEST)
+    # the models are gone, and nothing may hold their process groups: their threads would wake up hundreds of times a second
+    left = pool.run(threads_of_process_groups, world_size=3, process_group=False)
+    assert left == [0, 0, 0]
 
 
 @pytest.mark.slow

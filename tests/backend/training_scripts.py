@@ -6,11 +6,13 @@ each also meets what the ones before it left behind.
 
 from __future__ import annotations
 
+import gc
 import io
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -424,3 +426,11 @@ def run_scripts(options: Options, names: tuple[str, ...]) -> dict[str, Errors | 
             found[name] = traceback.format_exc()
             break
     return found
+
+
+def threads_of_process_groups() -> int:
+    """Each process group over gloo that is alive has a loop of its own."""
+    gc.collect()
+    return sum(
+        thread.read_text().startswith("gloo_tcp_loop") for thread in Path("/proc/self/task").glob("*/comm")
+    )
