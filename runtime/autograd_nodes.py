@@ -17,6 +17,7 @@ import torch
 from disagmoe_compile.errors import DisagMoEError, InputError
 from disagmoe_compile.runtime.agreement import agree, batch_digest, gather_numbers
 from disagmoe_compile.runtime.executor import Executor
+from disagmoe_compile.runtime.stages import times_written
 from disagmoe_compile.runtime.worker import OutputGradient, Seeds
 
 if TYPE_CHECKING:
@@ -74,14 +75,12 @@ class _Forward:
     versions: tuple[int | None, ...]
 
     def changed_argument(self) -> int | None:
-        now = map(_version, self.executor.worker.step.arguments)
+        now = _versions(self.executor.worker.step.arguments)
         return next((i for i, (a, b) in enumerate(zip(self.versions, now, strict=True)) if a != b), None)
 
 
-def _version(argument: object) -> int | None:
-    if not isinstance(argument, torch.Tensor) or argument.is_inference() or not argument.numel():
-        return None
-    return argument._version
+def _versions(arguments: Sequence[object]) -> tuple[int | None, ...]:
+    return tuple(times_written(one) if isinstance(one, torch.Tensor) else None for one in arguments)
 
 
 class TwoPhases(torch.autograd.Function):
@@ -102,7 +101,7 @@ class TwoPhases(torch.autograd.Function):
         outputs = session.gather(prepared, executor.worker, scales)
         session.update_buffers(executor.worker, arguments)
         ctx.session, ctx.prepared, ctx.n_arguments = session, prepared, len(arguments)
-        ctx.forward_done = _Forward(executor, scales, number, tuple(map(_version, kept)))
+        ctx.forward_done = _Forward(executor, scales, number, _versions(kept))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *(value for one, value in zip(session.gathered, outputs, strict=True) if not one.requires_grad)

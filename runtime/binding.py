@@ -256,26 +256,26 @@ def _distribute(
     rank 0.
     """
     if rank == 0:
-        parts = {owner: _part(whole, placement, owner) for owner in placement.ranges if owner != 0}
-        payloads = {owner: _as_bytes(part) for owner, part in parts.items()}
+        parts = {owner: part_of(whole, placement, owner) for owner in placement.ranges if owner != 0}
+        payloads = {owner: as_bytes(part) for owner, part in parts.items()}
         _wait(dist.isend(payload, owner, group=group, tag=_TAG) for owner, payload in payloads.items())
     if rank not in placement.ranges:
         return whole.new_empty(placement.shape_on(rank))
-    mine = _part(whole, placement, rank)
+    mine = part_of(whole, placement, rank)
     if rank == 0:
         return mine.clone() if placement.is_sharded else whole
     target = torch.empty_like(mine)
     landing = torch.empty(mine.shape, dtype=mine.dtype, device=mine.device)
-    _wait([dist.irecv(_as_bytes(landing), 0, group=group, tag=_TAG)])
+    _wait([dist.irecv(as_bytes(landing), 0, group=group, tag=_TAG)])
     return landing if target.is_contiguous() else target.copy_(landing)
 
 
-def _part(whole: torch.Tensor, placement: ParameterPlacement, rank: int) -> torch.Tensor:
+def part_of(whole: torch.Tensor, placement: ParameterPlacement, rank: int) -> torch.Tensor:
     rows = placement.ranges[rank]
     return whole if rows is None else whole[rows[0] : rows[1]]
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Bytes travel the same for every dtype; gloo knows only some."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from disagmoe_compile.runtime.binding import BoundParameter, Holder, holder_of
+from disagmoe_compile.runtime.binding import Holder, as_bytes, holder_of, part_of
 
 _TAG = 31  # of the messages that carry parts; one at a time, so one tag is enough
 
@@ -16,7 +16,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
     All ranks must call it. `model` is the model or what torch.compile made of it; names are those of the plain model, so that
     `plain.load_state_dict(torch.load(file))` takes what rank 0 saves. A model that no call has spread over ranks is copied
-    where it stands, on every rank. Rank 0 holds one part more than the result at any time.
+    where it stands, on every rank. Each message waits at most the model's `timeout_s`.
     """
     module: nn.Module = getattr(model, "_orig_mod", model)
     parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -31,7 +31,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
             if key not in whole:
                 whole[key] = _gather(parameters[name].detach(), holder)
             value = whole[key]
-        elif isinstance(value, torch.Tensor):
+        elif is_target and isinstance(value, torch.Tensor):
             value = value.detach().to("cpu", copy=True)
         if is_target:
             found[name] = value
@@ -44,22 +44,13 @@ def _gather(part: torch.Tensor, holder: Holder) -> torch.Tensor:
     senders = [rank for rank in sorted(bound.placement.ranges) if bound.placement.counts_on(rank)]
     if bound.rank != 0:
         if bound.rank in senders and bound.parameter.numel():
-            dist.send(_bytes(part.cpu()), 0, group=holder.group, tag=_TAG)
+            dist.send(as_bytes(part.cpu()), 0, group=holder.group, tag=_TAG)
         return part.new_empty(0, device="cpu")
     result = torch.empty(bound.placement.global_shape, dtype=part.dtype)
     for rank in senders:
-        target = _rows(result, bound, rank)
+        target = part_of(result, bound.placement, rank)
         if rank == 0:
             target.copy_(part)
         elif target.numel():
-            dist.recv(_bytes(target), rank, group=holder.group, tag=_TAG)
+            dist.recv(as_bytes(target), rank, group=holder.group, tag=_TAG)
     return result
-
-
-def _rows(whole: torch.Tensor, bound: BoundParameter, rank: int) -> torch.Tensor:
-    rows = bound.placement.ranges[rank]
-    return whole if rows is None else whole[slice(*rows)]
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -23,6 +23,11 @@ from disagmoe_compile.runtime.row_format import RowFormat
 Saved = Any  # tensors (and sizes) a stage keeps for its backward; opaque to the executor
 
 
+def times_written(tensor: torch.Tensor) -> int | None:
+    """How often it was written to in place so far; None where torch does not count (inference), or nothing can be written."""
+    return None if tensor.is_inference() or not tensor.numel() else tensor._version
+
+
 class CompiledStage(Protocol):
     """Forward and backward of one stage for one micro-batch shape.
 

@@ -32,15 +32,18 @@ from disagmoe_compile.runtime.process_group import PipelineGroups
 
 
 class PartElsewhere(DTensor):
-    """On a rank outside the mesh. DTensor itself would answer `full_tensor()` with nothing, and a checkpoint would lack it."""
+    """On a rank outside the mesh. DTensor itself would make nothing of it in silence, and a checkpoint would lack the parameter.
+
+    Everything that gathers a DTensor (`full_tensor`, torch's full state dicts) redistributes it.
+    """
 
     __slots__ = ()
 
-    def full_tensor(self, **_: Any) -> torch.Tensor:
+    def redistribute(self, *_: Any, **__: Any) -> DTensor:
         raise DisagMoEError(
-            f"a parameter of shape {tuple(self.shape)} lives on ranks {self.device_mesh.mesh.tolist()} only, so full_tensor() "
-            "cannot be had here: call disagmoe_compile.full_state_dict(model) on all ranks for the whole model on rank 0, or "
-            "save model.state_dict() with torch.distributed.checkpoint"
+            f"a parameter of shape {tuple(self.shape)} lives on ranks {self.device_mesh.mesh.tolist()} only and cannot be "
+            "gathered here: call disagmoe_compile.full_state_dict(model) on all ranks for the whole model on rank 0, or save "
+            "model.state_dict() with torch.distributed.checkpoint"
         )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from disagmoe_compile.errors import DisagMoEError
-from disagmoe_compile.runtime.stages import CompiledStage, Saved
+from disagmoe_compile.runtime.stages import CompiledStage, Saved, times_written
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class RecomputedStage:
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Saved]:
         outputs, _ = self.stage.forward(inputs)
-        return outputs, _Kept(tuple(inputs), tuple(map(_version, inputs)))
+        return outputs, _Kept(tuple(inputs), tuple(map(times_written, inputs)))
 
     def backward(self, saved: Saved, tangents: Mapping[int, Tensor]) -> dict[int, Tensor]:
         return self.stage.backward(self._again(saved), tangents)
@@ -61,13 +61,9 @@ class RecomputedStage:
     def _again(self, kept: _Kept) -> Saved:
         """Raises DisagMoEError where an input is no longer what the first run read."""
         for position, (one, version) in enumerate(zip(kept.inputs, kept.versions, strict=True)):
-            if _version(one) != version:
+            if times_written(one) != version:
                 raise DisagMoEError(
                     f"input {position} {tuple(one.shape)} of a recomputed stage was written to between its forward and its "
                     'backward, so a second forward would see other values: use recompute="none", or write to it after backward()'
                 )
         return self.stage.forward(kept.inputs)[1]
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version

@@ -7,7 +7,13 @@ import pytest
 from training_scripts import SCRIPTS, run_scripts, threads_of_process_groups
 
 SHAPES = [(1, 1, 1), (2, 2, 1), (1, 3, 1), (3, 2, 1), (1, 1, 2), (2, 2, 2)]
-DEEPEST = ("gradient_scaler_with_an_overflow", "gradient_hooks", "frozen_parameters", "unusual_signatures")
+DEEPEST = (
+    "gradient_scaler_with_an_overflow",
+    "gradient_hooks",
+    "frozen_parameters",
+    "unusual_signatures",
+    "whole_model_on_rank_0",
+)
 # Of half precision a loss scale more or less, otherwise only the order of sums differs.
 TOLERANCE = {"half precision": 1e-3}
 

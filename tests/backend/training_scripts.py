@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from lockstep import Lockstep
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from disagmoe_compile.errors import DisagMoEError
@@ -390,6 +391,9 @@ def whole_model_on_rank_0(options: Options) -> Errors:
         if isinstance(value, DTensor):
             with pytest.raises(DisagMoEError, match="full_state_dict"):
                 value.full_tensor()
+    if all(isinstance(value, DTensor) for value in state.values()):
+        with pytest.raises(DisagMoEError, match="full_state_dict"):
+            get_model_state_dict(both.model, options=StateDictOptions(full_state_dict=True))
     return both.errors
 
 
