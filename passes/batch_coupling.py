@@ -13,6 +13,7 @@ from collections.abc import Iterable, Set
 import sympy
 from torch import fx
 
+from disagmoe_compile.errors import UnsupportedModelError
 from disagmoe_compile.passes.metadata import (
     argument,
     describe,
@@ -29,18 +30,55 @@ _REDUCTIONS = frozenset({
     "norm", "softmax", "log_softmax", "cumsum", "cumprod", "topk", "sort", "argsort", "any", "all",
     "median", "histc", "bincount",
 })  # fmt: skip
+_ATTENTION = frozenset({"scaled_dot_product_attention", "softmax"})
 _DEFAULT_LAST = frozenset({"topk", "sort", "argsort"})
 
 
 def batch_coupled(programs: ModelPrograms) -> tuple[str, ...]:
-    """One line per operation, without repeats from equal layers."""
-    if programs.batch_symbol is None:
+    """One line per operation, without repeats from equal layers.
+
+    Raises UnsupportedModelError where an input that micro-batches share says which tokens belong together (`cu_seqlens` of a
+    packed batch): it counts the tokens of the whole batch, so no part of the batch goes with it.
+    """
+    batch = programs.batch_symbol
+    if batch is None:
         return ()
     found: dict[str, None] = {}
     for program in programs.attention:
-        for node in _coupling(program, programs.batch_symbol):
+        for node in _coupling(program, batch):
+            shared = _shared_input_of(node, program, batch)
+            if shared is not None:
+                raise UnsupportedModelError(
+                    f"{describe(node)} mixes the tokens of samples as the input `{shared}` says, which describes the whole "
+                    "batch and cannot be cut into micro-batches: give each sample its own (a mask of shape [batch, 1, length, "
+                    "length]), or put the packed documents into a batch of one sample"
+                )
             found.setdefault(describe(node))
     return tuple(found)
+
+
+def _shared_input_of(node: fx.Node, program: AttentionProgram, batch: sympy.Symbol) -> str | None:
+    """The input without samples that decides what attention mixes: behind a mask, not behind the values of tokens."""
+    if not is_call(node, *_ATTENTION):
+        return None
+    placeholders = [n for n in program.module.graph.nodes if n.op == "placeholder"]
+    kinds = dict(zip(placeholders, program.inputs, strict=True))
+    seen: set[fx.Node] = set()
+    pending = list(node.all_input_nodes)
+    while pending:
+        one = pending.pop()
+        if one in seen or not is_tensor(one) or _has_a_row_a_token(one, batch):
+            continue
+        seen.add(one)
+        given = kinds.get(one)
+        if given is not None and given.kind is InputKind.INPUT and not given.per_sample:
+            return given.name
+        pending += one.all_input_nodes
+    return None
+
+
+def _has_a_row_a_token(node: fx.Node, batch: sympy.Symbol) -> bool:
+    return value(node).is_floating_point() and sum(batch in free_symbols((dim,)) for dim in shape(node)) == 1
 
 
 def _coupling(program: AttentionProgram, batch: sympy.Symbol) -> list[fx.Node]:
@@ -86,6 +124,9 @@ def _computed_by_model(program: AttentionProgram) -> set[fx.Node]:
 def _mixes(node: fx.Node, batch: sympy.Symbol, computed: Set[fx.Node]) -> bool:
     if is_call(node, "batch_norm"):
         return bool(argument(node, 5, "training", False))
+    if is_call(node, "scaled_dot_product_attention"):
+        key = argument(node, 1, "key", None)
+        return is_tensor(key) and batch in free_symbols((shape(key)[-2],))
     if is_call(node, *_REDUCTIONS) and node.args and is_tensor(node.args[0]):
         dims = _reduced_dims(node)
         source = shape(node.args[0])  # type: ignore[arg-type]

@@ -157,3 +157,30 @@ def test_a_mask_with_the_batch_size_for_a_length_is_told_by_its_use(mask):
     call = assert_ranks_equal_eager(Masked(), batch)
     found = next(one for one in call.captured.inputs if "attention_mask" in one.name)
     assert found.per_sample == (mask == "[B,S]")
+
+
+class ShapesAcross(nn.Module):
+    """A torch.Size and a product of sizes, read before the experts and used after them; a constant that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = Sizes()
+        self.embed = nn.Embedding(sizes.vocab, sizes.hidden)
+        self.moes = nn.ModuleList([GatheredEinsum(sizes), GatheredEinsum(sizes)])
+        self.scale = torch.tensor([0.5, 2.0]).repeat(sizes.hidden // 2)
+        self.head = nn.Linear(sizes.hidden, sizes.vocab)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
+        x_BSD = self.embed(input_ids)
+        shape, n_tokens = x_BSD.size(), x_BSD.shape[0] * x_BSD.shape[1]
+        for moe in self.moes:
+            x_BSD = (
+                x_BSD + moe(nn.functional.rms_norm(x_BSD, shape[-1:]).flatten(0, 1)).view(shape) * self.scale
+            )
+        logits = self.head(x_BSD.reshape(n_tokens, -1))
+        return Output(nn.functional.cross_entropy(logits, labels.flatten()), logits)
+
+
+def test_sizes_read_before_the_experts_are_right_after_them():
+    assert_ranks_equal_eager(ShapesAcross(), tokens())

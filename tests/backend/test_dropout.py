@@ -51,6 +51,19 @@ def test_reruns_of_one_call_are_bitwise_equal(call):
     assert all(torch.equal(first.gradients[name], second.gradients[name]) for name in first.gradients)
 
 
+def test_evaluation_between_steps_switches_dropout_off_and_training_on_again():
+    """The mode of each call, also after a call in the other mode was compiled."""
+    model = Dropping()
+    losses = {}
+    for mode in (True, False, True):
+        model.train(mode)
+        losses.setdefault(mode, []).append(run_captured(capture_call(model, batch()), **PLAN).loss)
+    with torch.no_grad():
+        eager = float(model.eval()(**batch()).loss)
+    assert losses[False] == [pytest.approx(eager, rel=1e-5)]
+    assert losses[True][0] == losses[True][1] != pytest.approx(eager, rel=1e-3)
+
+
 def test_masks_differ_between_micro_batches(call):
     """A dropped feature of a token's embedding has no gradient."""
     dropped = run_captured(call, **PLAN).gradients["embed.weight"][: SAMPLES * LENGTH] == 0

@@ -69,6 +69,32 @@ def test_what_mixes_samples_is_named_and_equals_eager_on_each_slice(operation):
     assert_parity(run.loss, run.gradients, eager_on_slices(model))
 
 
+def test_with_padding_a_routers_loss_is_that_of_each_slice_and_cross_entropy_that_of_the_batch():
+    """Slices have between 5 and 10 valid labels: the mean over slices would weigh their cross entropies wrongly."""
+    model = router_loss()
+    is_token = torch.arange(LENGTH) >= torch.arange(BATCH)[:, None] % 4
+    whole = batch() | {"attention_mask": is_token.long()}
+    whole["labels"] = whole["labels"].where(is_token, -100)
+    n_valid = (whole["labels"][:, 1:] != -100).sum()
+    run = run_captured(
+        capture_call(model, whole, loss_reduction="mean"),
+        attention_group_size=2,
+        ffn_group_size=1,
+        n_microbatches=2,
+    )
+    model.zero_grad()
+    total = torch.zeros(())
+    for first in range(0, BATCH, SLICE):
+        one = {name: x[first : first + SLICE] for name, x in whole.items()}
+        output = model(**one)
+        auxiliary = 0.1 * output.aux_loss
+        share = (one["labels"][:, 1:] != -100).sum() / n_valid
+        total = total + (output.loss - auxiliary) * share + auxiliary * SLICE / BATCH
+    total.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert_parity(run.loss, run.gradients, Reference(float(total.detach()), gradients))
+
+
 def test_a_softmax_over_as_many_keys_as_there_are_samples_mixes_nothing():
     ids = torch.randint(3, 120, (LENGTH, LENGTH), generator=torch.Generator().manual_seed(1))
     call = capture_call(

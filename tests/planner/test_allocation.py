@@ -125,6 +125,7 @@ def test_equals_enumeration_ties_included(problem: AllocationProblem) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @settings(max_examples=5000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(problems())
 def test_equals_enumeration_on_thousands(problem: AllocationProblem) -> None:

@@ -35,6 +35,7 @@ def test_equals_a_search_of_every_choice(problem: SizingProblem) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @settings(max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(sizing_problems())
 def test_equals_a_search_of_every_choice_on_thousands(problem: SizingProblem) -> None:

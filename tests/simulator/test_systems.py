@@ -80,6 +80,19 @@ def test_experts_in_one_node_send_nothing_over_nics(model: ModelCosts, cluster: 
     assert nic == 0 and link > 0
 
 
+@pytest.mark.parametrize("n_nodes", [2, 4])
+def test_an_all_to_all_keeps_the_share_of_the_own_rank(
+    n_nodes: int, model: ModelCosts, cluster: Cluster
+) -> None:
+    """Of N GPUs in nodes of n, (N-1)/N of a GPU's rows leave it and (N-n)/N pass its NIC (the bus bandwidth of nccl-tests)."""
+    size, per_node = 8 * n_nodes, 8
+    sent = _rival(model, cluster, "megatron_1f1b", pipeline_ranks=1, ep_size=size, dedup=Dedup.NONE)
+    nic, link = sent.exchange()
+    rows = model.top_k * model.token_bytes * model.seq_length
+    assert (nic + link) / rows == pytest.approx((size - 1) / size)
+    assert nic / rows == pytest.approx((size - per_node) / size)
+
+
 def test_af_pipe_sends_less_with_deduplication(model: ModelCosts, cluster: Cluster) -> None:
     choice = AFChoice(1, 16, 16, 1, 8)
     sent = [AFModel(model, cluster, replace(choice, dedup=d)).exchange()[0] for d in Dedup]
