@@ -213,8 +213,9 @@ def _batch_inputs(kinds: Sequence[InputKind], example_inputs: Sequence[Any]) -> 
     wide = {i: s for i, s in tensors.items() if len(s) > 1} or tensors
     if not wide:
         return ()
-    # An input of one row beside larger ones is shared by all samples (position ids, a broadcast mask).
-    counts = Counter(int(s[0]) for s in wide.values())
+    # An input of one row beside larger ones is shared by all samples (position ids, a broadcast mask), unless the larger ones
+    # are masks of positions [S, S] alone: then it is the only sample.
+    counts = Counter(int(s[0]) for i, s in wide.items() if not _is_mask_of_positions(i, wide, example_inputs))
     several = {size: n for size, n in counts.items() if size > 1}
     size = max(several or counts, key=lambda s: counts[s])
     lengths = {int(d) for s in wide.values() for d in s[1:]}
@@ -223,6 +224,16 @@ def _batch_inputs(kinds: Sequence[InputKind], example_inputs: Sequence[Any]) -> 
         for i, s in tensors.items()
         if s[0] == size and (len(s) > 1 or wide is tensors or size not in lengths)
     )
+
+
+def _is_mask_of_positions(
+    position: int, shapes: Mapping[int, tuple[int, ...]], example_inputs: Sequence[Any]
+) -> bool:
+    """Whether an input is square and no ids, and as large as an input of one row is long."""
+    shape = shapes[position]
+    is_square = len(shape) == 2 and shape[0] == shape[1]
+    is_ids = example_inputs[position].dtype in (torch.int64, torch.int32)
+    return is_square and not is_ids and any(s[0] == 1 and shape[0] in s[1:] for s in shapes.values())
 
 
 def _is_symbolic_alone(nodes: Sequence[fx.Node], kinds: Sequence[InputKind], batch: Sequence[int]) -> bool:

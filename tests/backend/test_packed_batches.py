@@ -29,14 +29,17 @@ class Packed(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor, packing: Tensor) -> Output:
         n_tokens = input_ids.numel()
-        document_T = self.documents_of(packing, n_tokens)
-        is_causal = torch.ones(n_tokens, n_tokens, dtype=torch.bool).tril()
-        mask_TT = (document_T[:, None] == document_T[None, :]) & is_causal
+        mask_TT = self.mask_of(packing, n_tokens)
         x_TD = self.embed(input_ids).flatten(0, 1)
         q, k, v = self.qkv(x_TD)[None].chunk(3, -1)
         x_TD = x_TD + F.scaled_dot_product_attention(q, k, v, attn_mask=mask_TT[None])[0]
         logits = self.head(x_TD + self.moe(x_TD))
         return Output(F.cross_entropy(logits, labels.flatten()), logits)
+
+    def mask_of(self, packing: Tensor, n_tokens: int) -> Tensor:
+        document_T = self.documents_of(packing, n_tokens)
+        is_causal = torch.ones(n_tokens, n_tokens, dtype=torch.bool).tril()
+        return (document_T[:, None] == document_T[None, :]) & is_causal
 
     def documents_of(self, cu_seqlens: Tensor, n_tokens: int) -> Tensor:
         """`cu_seqlens`, as flash-attn takes it: where each document of the batch begins, and the end."""
@@ -68,6 +71,21 @@ def test_a_packed_batch_of_one_sample_equals_eager():
     one = batch((1, 24), [0, 5, 13, 24])
     reference = eager_reference(Packed(), **one)
     run = run_captured(capture_call(Packed(), one), **PLAN)
+    assert_parity(run.loss, run.gradients, reference)
+
+
+class Mask(Packed):
+    def mask_of(self, packing: Tensor, n_tokens: int) -> Tensor:
+        """[T, T]: which tokens see which."""
+        return packing
+
+
+def test_one_sample_beside_a_mask_of_its_positions_equals_eager():
+    document_T = torch.tensor([0] * 5 + [1] * 8 + [2] * 11)
+    mask_TT = (document_T[:, None] == document_T[None, :]).tril()
+    one = batch((1, 24), []) | {"packing": mask_TT}
+    reference = eager_reference(Mask(), **one)
+    run = run_captured(capture_call(Mask(), one), **PLAN)
     assert_parity(run.loss, run.gradients, reference)
 
 
