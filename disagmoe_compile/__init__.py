@@ -14,14 +14,26 @@ _PUBLIC = {
     "clip_grad_norm_": "disagmoe_compile.runtime.clip",
     "explain": "disagmoe_compile.inspect.explain",
     "full_state_dict": "disagmoe_compile.runtime.full_state",
+    "init_weights": "disagmoe_compile.runtime.loading.load",
     "load_plan": "disagmoe_compile.plan.files",
+    "load_safetensors": "disagmoe_compile.runtime.loading.load",
     "simulate": "disagmoe_compile.simulator.simulate",
 }
 
 # Packages that are public themselves; `plan` can be called, see there.
 _PACKAGES = ("plan", "testing")
 
-__all__ = ["clip_grad_norm_", "explain", "full_state_dict", "load_plan", "plan", "simulate", "testing"]
+__all__ = [
+    "clip_grad_norm_",
+    "explain",
+    "full_state_dict",
+    "init_weights",
+    "load_plan",
+    "load_safetensors",
+    "plan",
+    "simulate",
+    "testing",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,9 @@
 """Binding: each rank keeps the parameters it owns, on the very Parameter objects that the script's optimizer
 holds.
 
-Rank 0's values go to the owners, as in DDP; `p.data` becomes this rank's part in storage of its own, or an
-empty tensor. The optimizer built before the first call therefore updates exactly the part, with state of the
-part's size.
+Rank 0's values go to the owners, as in DDP, or each owner reads its own (`pending.py`). `p.data` becomes this rank's part in
+storage of its own, or an empty tensor. The optimizer built before the first call therefore updates exactly the part, with state
+of the part's size.
 
 `HOLDERS` maps every bound Parameter of the process to what is known of it: optimizers and gradient clipping
 meet Parameters without their model, so this is the one place where the process remembers them. Entries die
@@ -13,7 +13,7 @@ with their Parameter.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,8 +22,12 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from disagmoe_compile.errors import DisagMoEError, InputError, UnsupportedModelError
+from disagmoe_compile.runtime.agreement import agree
+from disagmoe_compile.runtime.hollow import hollow_like
+from disagmoe_compile.runtime.pending import give, pending_of, values_for
 from disagmoe_compile.runtime.placement import ParameterPlacement
 
+_SAME_ORIGIN = "every rank must call load_safetensors with the same files, or init_weights in the same state of torch's generator"
 _TAG = 1  # messages of a binding; nothing else runs on the control group's p2p meanwhile
 
 
@@ -168,11 +172,32 @@ class Binding:
                     f"call wants it on {list(placement.ranges)}: use one plan for all calls of a model"
                 )
             self._by_fqn.update(dict.fromkeys(fqns, bound))
-        return tuple(self._bind(*one) for one in fresh)
+        withheld = self._read_withheld(fresh)
+        return tuple(self._bind(*one, withheld.get(id(one[0]))) for one in fresh)
+
+    def _read_withheld(
+        self, fresh: Sequence[tuple[nn.Parameter, tuple[str, ...], ParameterPlacement]]
+    ) -> dict[int, torch.Tensor]:
+        """id of the Parameter -> this rank's part, where every rank gets its own from somewhere else than rank 0."""
+        if not fresh:
+            return {}
+        origins = [one.values.identity if (one := pending_of(p)) else "rank 0" for p, _, _ in fresh]
+        agree("where parameters get their first values", "\n".join(origins), self.group, _SAME_ORIGIN)
+        waiting = [(p, placement) for p, _, placement in fresh if pending_of(p)]
+        owned = [(p, at.ranges[self.rank]) for p, at in waiting if self.rank in at.ranges]
+        nothing = {
+            id(p): p.new_empty(at.shape_on(self.rank)) for p, at in waiting if self.rank not in at.ranges
+        }
+        return {**nothing, **values_for(owned)}
 
     def _bind(
-        self, parameter: nn.Parameter, fqns: tuple[str, ...], placement: ParameterPlacement
+        self,
+        parameter: nn.Parameter,
+        fqns: tuple[str, ...],
+        placement: ParameterPlacement,
+        part: torch.Tensor | None,
     ) -> BoundParameter:
+        """`part`: this rank's values; None where rank 0 has them."""
         bound = BoundParameter(
             reference=weakref.ref(parameter),
             fqns=fqns,
@@ -183,7 +208,9 @@ class Binding:
             device=parameter.device,
             requires_grad=parameter.requires_grad,
         )
-        parameter.data = _distribute(parameter.data, placement, self.rank, self.payload_group)
+        if part is None:
+            part = _distribute(parameter.data, placement, self.rank, self.payload_group)
+        give(parameter, part)
         HOLDERS[parameter] = Holder(bound, self.group)
         self._by_fqn.update(dict.fromkeys(fqns, bound))
         return bound
@@ -204,17 +231,6 @@ def bind(
     binding = Binding(rank, group, group if payload_group is None else payload_group)
     binding.extend(parameters, placements)
     return binding
-
-
-def hollow_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape, strides, dtype and device without storage. Reading it is undefined."""
-    hollow = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    hollow.untyped_storage().resize_(0)
-    return hollow
-
-
-def is_hollow(tensor: torch.Tensor) -> bool:
-    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def _by_parameter(

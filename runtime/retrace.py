@@ -5,6 +5,7 @@ Two halves. `drop_parameter_guards` is called by the backend while Dynamo compil
 just took on the global shape of a parameter would fail at the next call, where the parameter is this rank's
 part. What they protected is checked by `Binding.check` instead. `present_global_shapes` swaps, for the time
 of any compilation in the process, every part for a hollow tensor of the global shape and parks its gradient.
+Parameters without values (`pending.py`) are hollow for that time too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._guards import ChainedSource, Source, TracingContext
 
 from disagmoe_compile.errors import DisagMoEError
-from disagmoe_compile.runtime.binding import HOLDERS, holder_of, is_hollow
+from disagmoe_compile.runtime import pending
+from disagmoe_compile.runtime.binding import HOLDERS, holder_of
+from disagmoe_compile.runtime.hollow import is_hollow
 
 _PARKED: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]] = []
 
@@ -107,9 +110,11 @@ def _hollow_out(_: CallbackArgs) -> None:
             _PARKED.append((parameter, parameter.data, parameter.grad))
             parameter.grad = None  # a gradient must have its parameter's shape
             parameter.data = holder.bound.hollow
+    pending.hollow_out()
 
 
 def _fill_in(_: CallbackArgs) -> None:
+    pending.put_placeholders()
     while _PARKED:
         parameter, data, gradient = _PARKED.pop()
         parameter.data = data

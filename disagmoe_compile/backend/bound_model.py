@@ -24,6 +24,7 @@ from disagmoe_compile.plan.topology import Topology
 from disagmoe_compile.runtime.agreement import agree, broadcast_text
 from disagmoe_compile.runtime.binding import Binding, bind
 from disagmoe_compile.runtime.optimizer_hooks import OptimizerGuard
+from disagmoe_compile.runtime.pending import fill
 from disagmoe_compile.runtime.placement import placements
 from disagmoe_compile.runtime.process_group import PipelineGroups
 from disagmoe_compile.runtime.retrace import drop_parameter_guards, guard_model_identity
@@ -73,6 +74,9 @@ def bound_model(captured: CapturedGraph, partition: PartitionResult, options: Op
     if known is None:
         groups = PipelineGroups.create(topology, options.timeout_s)
         binding = bind(parameters, where, dist.get_rank(), groups.world)
+        fill(
+            root
+        )  # what this graph does not read has no owner, and is whole on every rank, as it would have been
         OPTIMIZER_GUARD.watch(binding, on_first_step=install(root, binding, groups))
         transport = ProcessGroupTransport(topology, groups.lanes, groups.replicas, options.timeout_s)
         known = _MODELS[root] = BoundModel(topology, in_flight, groups, binding, transport)

@@ -17,18 +17,21 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 from torch._dynamo.utils import _get_error_on_graph_break, _set_error_on_graph_break
 
 from disagmoe_compile.early_batch import innermost
-from disagmoe_compile.errors import CaptureError
+from disagmoe_compile.errors import CaptureError, InputError
 from disagmoe_compile.graph_breaks import as_capture_error, one_graph
 from disagmoe_compile.runtime.process_group import several_ranks
 from disagmoe_compile.runtime.session import Session
 
 
 class WatchedCall(AbstractContextManager[None]):
-    """Around one call of a compiled model. Raises CaptureError, one line, where the model was not captured whole."""
+    """Around one call of a compiled model. Raises CaptureError, one line, where the model was not captured whole,
+    InputError where it is on the meta device."""
 
     def __enter__(self) -> None:
         self._several_ranks, self._answered = several_ranks(), Session.answered
@@ -44,7 +47,7 @@ class WatchedCall(AbstractContextManager[None]):
             self._config.__exit__(None, None, None)
             _set_error_on_graph_break(self._before)
         error = sys.exc_info()[1]
-        refused = as_capture_error(error)
+        refused = as_capture_error(error) or _without_values(error)
         if refused is not None:
             raise refused from error
         if error is None and self._several_ranks and Session.answered == self._answered:
@@ -52,6 +55,25 @@ class WatchedCall(AbstractContextManager[None]):
                 "torch.compile ran the model eagerly, without asking the disagmoe backend, so that every rank would train a "
                 "copy of its own; see torch.compile(fullgraph=True) for the reason"
             )
+
+
+def _without_values(error: BaseException | None) -> InputError | None:
+    """Dynamo names the first operation that meets a meta tensor and a real one; the user wants to know where values come from."""
+    frame = sys._getframe(1) if isinstance(error, TorchDynamoException) else None
+    while frame is not None:
+        model = frame.f_locals.get("self")
+        if isinstance(model, OptimizedModule):
+            name = next((name for name, p in model._orig_mod.named_parameters() if p.is_meta), None)
+            return (
+                None
+                if name is None
+                else InputError(
+                    f"parameter {name} is on the meta device and has no values: before the first call, on every rank, "
+                    "disagmoe_compile.load_safetensors(model, folder) or disagmoe_compile.init_weights(model)"
+                )
+            )
+        frame = frame.f_back
+    return None
 
 
 def watch_calls_of(backend: Callable[..., Any]) -> None:

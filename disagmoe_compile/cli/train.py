@@ -48,6 +48,25 @@ def train(
         str | None, typer.Option(help="inductor, aot_eager or eager.", show_default="inductor")
     ] = None,
     schedule: Annotated[str, typer.Option(help="af_pipe or gpipe.")] = "af_pipe",
+    dedup: Annotated[
+        str | None,
+        typer.Option(
+            help="Copies of a token: one for each FFN rank, or each expert: rank or none.",
+            show_default="rank",
+        ),
+    ] = None,
+    payload_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Type of rows on the wire: bfloat16, float16 or float32.", show_default="as computed"
+        ),
+    ] = None,
+    recompute: Annotated[
+        str | None,
+        typer.Option(
+            help="Forwards that backward repeats: none, stage, attention or ffn.", show_default="none"
+        ),
+    ] = None,
     plan: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Use this plan instead of planning.")
     ] = None,
@@ -79,6 +98,9 @@ def train(
         check=check,
         stage_compiler=stage_compiler,
         schedule=schedule,
+        dedup=dedup,
+        payload_dtype=payload_dtype,
+        recompute=recompute,
         plan=plan,
         output_dir=output_dir,
         log_jsonl=log_jsonl,

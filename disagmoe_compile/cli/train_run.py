@@ -61,6 +61,9 @@ class TrainRequest:
     check: bool = False
     stage_compiler: str | None = None
     schedule: str = "af_pipe"
+    dedup: str | None = None
+    payload_dtype: str | None = None
+    recompute: str | None = None
     plan: Path | None = None
     output_dir: Path | None = None
     log_jsonl: Path | None = None
@@ -76,6 +79,19 @@ class TrainRequest:
             )
         if not self.lr > 0:
             raise InputError(f"--lr must be positive, got {self.lr}")
+        for flag, value in self._in_a_plan().items():
+            if self.plan is not None and value is not None:
+                raise InputError(
+                    f"--{flag.replace('_', '-')} is in the plan file already: leave it out, or plan anew without --plan"
+                )
+
+    def _in_a_plan(self) -> dict[str, str | None]:
+        return {"dedup": self.dedup, "payload_dtype": self.payload_dtype, "recompute": self.recompute}
+
+    @property
+    def chosen(self) -> dict[str, str]:
+        """Those options of the plan that were given; the others have the defaults of torch.compile's options."""
+        return {name: value for name, value in self._in_a_plan().items() if value is not None}
 
     @property
     def sizes(self) -> GroupSizes:
@@ -130,6 +146,7 @@ def _settings(request: TrainRequest, batch_size: int, compiler: str) -> TrainSet
         "pipeline_groups": request.pipeline_groups,
         "n_microbatches": request.n_microbatches,
         "schedule": request.schedule,
+        **request.chosen,
         "stage_compiler": compiler,
         "timeout_s": request.timeout,
         "plan": None if request.plan is None else str(request.plan.resolve()),

@@ -144,9 +144,11 @@ def _portable(error: BaseException) -> BaseException | None:
 
 def _release_frames(error: BaseException | None) -> None:
     """Frames of the traceback hold the process group of the operation that failed, and with it its
-    connections.
+    connections. An error may be its own cause, a few steps on.
     """
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 

@@ -128,10 +128,10 @@ class ExpertCalls(TorchDispatchMode):
             Executor.run = run
 
 
-def train(case: Case) -> RankResult:
+def train(case: Case, model: torch.nn.Module | None = None) -> RankResult:
     """The loop a user writes, optimizer built before the first call. The last step's forward and backward are watched."""
     torch.manual_seed(0)
-    model = make_model(case)
+    model = make_model(case) if model is None else model
     optimizer = optimizer_of(model)
     compiled = torch.compile(model, backend="disagmoe", options=case.compile_options)
     losses: list[float] = []

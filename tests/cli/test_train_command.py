@@ -34,6 +34,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], R
     result = _disagmoe(
         "train", "hf:qwen3_moe", "--attention-group-size", "1", "--ffn-group-size", "1", "--n-microbatches", "2",
         "--steps", str(STEPS), "--batch-size", "4", "--seq-length", "16", "--stage-compiler", "eager", "--check",
+        "--dedup", "none", "--payload-dtype", "float32", "--recompute", "ffn",
         "--json", "--output-dir", str(root / "run"), "--log-jsonl", str(log),
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -75,6 +76,14 @@ def test_the_timeline_shows_the_actions_of_the_plan(trained: tuple[dict[str, Any
         assert shown == Counter(map(str, actions))
 
 
+def test_the_plan_has_the_options_of_the_command_line(
+    trained: tuple[dict[str, Any], RunFolder, Path],
+) -> None:
+    options = load(trained[1].plan).options
+    names = ("dedup", "payload_dtype", "recompute", "stage_compiler")
+    assert [options[name] for name in names] == ["none", "float32", "ffn", "eager"]
+
+
 def test_the_graph_after_every_pass_is_kept(trained: tuple[dict[str, Any], RunFolder, Path]) -> None:
     names = sorted(path.name for path in trained[1].graphs.iterdir())
     assert len(names) >= 5
@@ -86,7 +95,13 @@ def test_the_graph_after_every_pass_is_kept(trained: tuple[dict[str, Any], RunFo
     [
         (("hf:qwen3moe",), "unknown MoE family 'qwen3moe'"),
         (("hf:qwen3_moe", "--schedule", "fast"), "option schedule must be one of"),
+        (("hf:qwen3_moe", "--dedup", "node"), "dedup='node' is not supported by this version"),
+        (("hf:qwen3_moe", "--payload-dtype", "int8"), "option payload_dtype must be one of"),
         (("hf:qwen3_moe", "--plan", "/no/such/plan.json"), "cannot read plan file"),
+        (
+            ("hf:qwen3_moe", "--plan", "p.json", "--recompute", "stage"),
+            "--recompute is in the plan file already",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_status_two(

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from sharded_model import GatheringBackend, batch, make_model, place, topology, worst_parameter_error
 from torch import nn
 
-from disagmoe_compile.runtime.binding import HOLDERS, bind, is_hollow
+from disagmoe_compile.runtime.binding import HOLDERS, bind
+from disagmoe_compile.runtime.hollow import hollow_like, is_hollow
+from disagmoe_compile.runtime.loading.load import init_weights
 from disagmoe_compile.testing.pool import GlooPool
 
 
@@ -190,7 +192,31 @@ def test_records_die_with_their_parameters(pool: GlooPool) -> None:
 
 
 def test_is_hollow_tells_a_tensor_without_storage_from_an_empty_one() -> None:
-    from disagmoe_compile.runtime.binding import hollow_like
-
     assert is_hollow(hollow_like(torch.ones(3, 2)))
     assert not is_hollow(torch.ones(3, 2)) and not is_hollow(torch.empty(0, 2))
+
+
+def withhold_and_bind(same_seed: bool, forgetful: bool = False) -> torch.Tensor:
+    model = make_model()
+    if not same_seed:
+        torch.manual_seed(dist.get_rank())
+    if not (forgetful and dist.get_rank()):
+        init_weights(model, init=lambda module: [p.normal_() for p in module.parameters(recurse=False)])
+    bind(dict(model.named_parameters()), place(model, topology(1, 1)), dist.get_rank(), dist.group.WORLD)
+    return model.experts.detach()
+
+
+def test_an_owner_makes_its_own_values_where_they_were_withheld(pool: GlooPool) -> None:
+    empty, experts = pool.run(withhold_and_bind, True, world_size=2)
+    assert empty.shape == (0, 8, 8) and experts.shape == (4, 8, 8)
+    assert experts.std() > 0.5, "values of `init`, not of rank 0, which has 0.3"
+
+
+@pytest.mark.parametrize("arguments", [(False,), (True, True)], ids=["other seed", "one rank alone"])
+def test_ranks_that_would_start_from_different_values_raise(
+    pool: GlooPool, arguments: tuple[bool, ...]
+) -> None:
+    for outcome in pool.outcomes(withhold_and_bind, *arguments, world_size=2):
+        assert outcome.failure is not None
+        assert "differs from rank 0 in where parameters get their first values" in outcome.failure.message
+        assert "in the same state of torch's generator" in outcome.failure.message

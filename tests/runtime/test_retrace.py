@@ -11,7 +11,7 @@ from sharded_model import GatheringBackend, batch, make_model, topology, worst_p
 from torch import nn
 
 from disagmoe_compile.errors import DisagMoEError
-from disagmoe_compile.runtime.binding import is_hollow
+from disagmoe_compile.runtime.hollow import is_hollow
 from disagmoe_compile.runtime.retrace import drop_parameter_guards
 from disagmoe_compile.testing.pool import GlooPool
 
