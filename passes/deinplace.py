@@ -16,12 +16,16 @@ from torch import fx
 from disagmoe_compile.passes.aliasing import AUGMENTED, root_of, written
 from disagmoe_compile.passes.base import PassReport
 from disagmoe_compile.passes.contract import Capability
-from disagmoe_compile.passes.metadata import describe, is_call, is_gather, is_tensor, target_name, value
+from disagmoe_compile.passes.metadata import describe, is_call, is_tensor, target_name, value
 
 _RANDOM = frozenset({
     "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_", "log_normal_",
     "cauchy_",
 })  # fmt: skip
+_FILLS = (
+    "zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones",
+    "new_full", "new_empty",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ def _functional(node: fx.Node) -> tuple[str, object] | None:
     if node.target in AUGMENTED:
         return "call_function", AUGMENTED[node.target]
     if node.target is operator.setitem:
-        return ("call_function", torch.index_put) if _adds_to_rows(node) else None
+        return ("call_function", torch.index_put) if _sets_rows(node) else None
     name = target_name(node)
     if name in _RANDOM or not name.endswith("_") or "out" in node.kwargs:
         return None
@@ -66,12 +70,12 @@ def _functional(node: fx.Node) -> tuple[str, object] | None:
     return None
 
 
-def _adds_to_rows(node: fx.Node) -> bool:
-    """`x[index] += rows`, which Python spells `x[index] = x[index] + rows`, with an index tensor."""
+def _sets_rows(node: fx.Node) -> bool:
+    """`x[index] = rows`, or `x[index] += rows`, with an index tensor and rows that gradients flow through."""
     target, index, rows = node.args
-    if not is_tensor(index) or not is_call(rows, "add") or value(rows).dtype != value(target).dtype:  # type: ignore[arg-type]
+    if not is_tensor(index) or not is_tensor(rows) or value(rows).dtype != value(target).dtype:  # type: ignore[arg-type]
         return False
-    return any(is_gather(taken) and taken.args == (target, index) for taken in rows.args)  # type: ignore[union-attr]
+    return bool(value(rows).is_floating_point())  # type: ignore[arg-type]
 
 
 def _obstacle(node: fx.Node, target: fx.Node, names: list[fx.Node], order: dict[fx.Node, int]) -> str | None:
@@ -90,10 +94,14 @@ def _obstacle(node: fx.Node, target: fx.Node, names: list[fx.Node], order: dict[
 def _replace(graph: fx.Graph, node: fx.Node, target: fx.Node, order: dict[fx.Node, int]) -> int:
     found = _functional(node)
     assert found is not None, "checked by _obstacle"
+    written_value = value(target)
+    if is_call(target, *_FILLS) and not target.kwargs.get("requires_grad"):
+        # Its fake tensor is the one that was written to, and says that it needs a gradient; before the write it does not.
+        target.meta["example_value"] = written_value.detach()
     node.op, node.target = found
     if node.target is torch.index_put:
         node.args = (target, (node.args[1],), node.args[2])
-        node.meta["example_value"] = value(target)
+        node.meta["example_value"] = written_value
     later = [user for user in target.users if order.get(user, -1) > order[node]]
     result, inserted = node, 0
     if _promotes(node, target):

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from disagmoe_compile.passes.aliasing import storage_roots, written
-from disagmoe_compile.passes.metadata import describe, is_call, is_tensor, rank_of, shape, value
+from disagmoe_compile.passes.aliasing import live_nodes, storage_roots, written
+from disagmoe_compile.passes.metadata import describe, emit, is_call, is_tensor, rank_of, shape, value
 from disagmoe_compile.passes.regions import Found, NoMatch, ParamNodes, Region
 from disagmoe_compile.passes.styles.ids import are_distinct
 from disagmoe_compile.passes.styles.loop_chain import (
@@ -31,9 +31,11 @@ from disagmoe_compile.passes.styles.loop_chain import (
     adds_pairs,
     chain_of,
     starts_of_experts,
+    with_parameters,
 )
 from disagmoe_compile.passes.styles.loop_expert import Addend
 from disagmoe_compile.passes.styles.loop_routing import Routing
+from disagmoe_compile.passes.styles.slots import emit_for
 from disagmoe_compile.passes.styles.zeros import is_zero
 
 _SHARED = -1
@@ -48,7 +50,8 @@ class ExpertLoop:
         roots = storage_roots(graph)
         regions: dict[fx.Node, Region] = {}
         stopped: dict[str, NoMatch] = {}
-        for starts in starts_of_experts(graph):
+
+        def read(starts: Mapping[int, Sequence[fx.Node]]) -> NoMatch | None:
             chain = None
             try:
                 chain = chain_of(graph, starts, order)
@@ -58,8 +61,17 @@ class ExpertLoop:
                     _check_writes(graph, region, match.interior, order, roots)
                     regions[chain.exit] = region
             except NoMatch as reason:
-                if chain is None or chain.exit not in regions:
-                    stopped[str(reason)] = reason
+                return None if chain is not None and chain.exit in regions else reason
+            return None
+
+        for starts in starts_of_experts(graph):
+            reason = read(starts)
+            if reason is not None:
+                learned = with_parameters(graph, starts)
+                if 1 < len(learned) < len(starts):
+                    reason = read(learned)
+            if reason is not None:
+                stopped[str(reason)] = reason
         return Found(tuple(regions.values()), tuple(stopped.values()))
 
 
@@ -105,6 +117,9 @@ class _Match:
         if first.index is None:
             self._check_zero(first, ids, function)
         self._check_readers(experts)
+        base = self.chain.base
+        if any(link.replaces for link in self.chain.links):
+            base = self._kept_base(ids, len(experts))
         return Region(
             style="expert_loop",
             tokens=first.tokens,
@@ -117,8 +132,27 @@ class _Match:
             num_experts=len(experts),
             top_k=top_k,
             weights_by_expert=first.by_expert,
-            base=self.chain.base,
+            base=base,
         )
+
+    def _kept_base(self, ids: fx.Node, num_experts: int) -> fx.Node | None:
+        """What the sum starts from where experts replace rows: the rows of tokens that no expert takes.
+
+        Replacing is adding only where no token has two experts. Whether one of them has none is not known.
+        """
+        replacing = next(link for link in self.chain.links if link.replaces)
+        if rank_of(ids) != self.routing.lead or not all(link.replaces for link in self.chain.links):
+            raise NoMatch(replacing.node, "it replaces rows instead of adding to them")
+        base = self.chain.base
+        if base is None:
+            return None
+        graph = ids.graph
+        with graph.inserting_before(self.chain.exit):
+            taken = emit_for(
+                graph, base, torch.logical_and, (emit(graph, torch.ge, (ids, 0)), emit(graph, torch.lt, (ids, num_experts)))
+            )
+            rows = emit_for(graph, base, "unsqueeze", (taken, -1))
+            return emit_for(graph, base, "masked_fill", (base, rows, 0))
 
     def _check_numbers(self, experts: Sequence[int]) -> None:
         missing = next((e for e, found in enumerate(experts) if e != found), None)
@@ -205,7 +239,9 @@ class _Match:
             if of_experts.isdisjoint(node.all_input_nodes):
                 continue
             of_experts.add(node)
-            reader = next((user for user in node.users if user not in inside and is_tensor(user)), None)
+            readers = [user for user in node.users if user not in inside and is_tensor(user)]
+            live = live_nodes(node.graph) if readers else frozenset()
+            reader = next((user for user in readers if user in live), None)
             if reader is not None:
                 raise NoMatch(node, f"what it computes of an expert is also read at {describe(reader)}")
 
@@ -264,7 +300,7 @@ def _check_writes(
     """No write between the first expert and the last may change what experts read, or what they compute."""
     read = {roots[source] for node in interior for source in (node, *node.all_input_nodes)}
     first = min((order[node] for node in interior if node.op != "placeholder"), default=0)
-    for node in list(graph.nodes)[first : order[region.exit] + 1]:
-        target = written(node)
+    for node in graph.nodes:
+        target = written(node) if first <= order.get(node, -1) <= order[region.exit] else None
         if target is not None and roots[target] in read:
             raise NoMatch(node, "it writes in place to what the experts read")

@@ -1,7 +1,7 @@
 """How the experts of an unrolled loop meet: the chain of additions from the first expert to the last.
 
     y = zeros + a_0;  y = y + a_1;  ...          y = y.index_add(0, tok_e, a_e)          y[tok_e] += a_e
-    sum(a_e for e ...)                           stack([a_0, a_1, ...]).sum(0)
+    sum(a_e for e ...)                           stack([a_0, a_1, ...]).sum(0)          y[tok_e] = a_e
 
 What tells experts apart (ids compared with numbers, columns of scores) is followed forward; the first value that all of
 them reach is the sum, and the chain is walked back from there. What the sum starts from is handed on as its base.
@@ -20,6 +20,7 @@ from torch import fx
 
 from disagmoe_compile.passes.metadata import argument, is_call, is_gather, is_tensor, rank_of, shape, value
 from disagmoe_compile.passes.regions import NoMatch
+from disagmoe_compile.passes.styles.loop_parameters import parameter_behind
 from disagmoe_compile.passes.styles.loop_routing import column, compared, first_part, zero_outside
 from disagmoe_compile.passes.styles.zeros import is_zero
 
@@ -56,13 +57,31 @@ def _tells_experts_apart(kind: str, source: fx.Node) -> bool:
     return True
 
 
+def with_parameters(graph: fx.Graph, starts: Mapping[int, list[fx.Node]]) -> dict[int, list[fx.Node]]:
+    """Those experts that compute with parameters: a number may also stand for no expert, or for the token itself."""
+    bits = {node: 1 << i for i, nodes in enumerate(starts.values()) for node in nodes}
+    reached: dict[fx.Node, int] = {}
+    learned, computing = set(), 0
+    for node in graph.nodes:
+        sources = node.all_input_nodes
+        reached[node] = bits.get(node, 0)
+        for source in sources:
+            reached[node] |= reached[source]
+        if parameter_behind(node) is not None or (sources and all(source in learned for source in sources)):
+            learned.add(node)
+        elif _is_single(reached[node]) and any(source in learned for source in sources):
+            computing |= reached[node]
+    return {expert: nodes for i, (expert, nodes) in enumerate(starts.items()) if computing >> i & 1}
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one expert adds: `rows`, to the rows `index` (None: to all, in place)."""
+    """What one expert adds: `rows`, to the rows `index` (None: to all, in place). `replaces`: it overwrites them instead."""
 
     rows: fx.Node
     index: fx.Node | None
     node: fx.Node
+    replaces: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +204,7 @@ def _first_addition(
 
 
 def _rows_added(node: fx.Node) -> tuple[fx.Node, Link] | None:
-    """`before.index_add(0, tok, rows)`, `scatter_add`, `index_put(accumulate=True)`, or `before[tok] += rows`."""
+    """`before.index_add(0, tok, rows)`, `scatter_add`, `index_put(accumulate=True)`, `before[tok] += rows` or `= rows`."""
     if is_call(node, "index_add", "scatter_add"):
         index, rows = argument(node, 2, "index"), argument(node, 3, "source", argument(node, 3, "src"))
         if argument(node, 1, "dim") not in (0, -(rank_of(node) or 0)) or argument(node, 4, "alpha", 1) != 1:
@@ -203,7 +222,7 @@ def _rows_added(node: fx.Node) -> tuple[fx.Node, Link] | None:
             for taken, added in (rows.args[:2], rows.args[1::-1]):  # type: ignore[union-attr]
                 if is_call(taken, "getitem") and taken.args == (before, indices[0]):  # type: ignore[union-attr]
                     return before, Link(added, indices[0], node)  # type: ignore[return-value, arg-type]
-        raise NoMatch(node, "it replaces rows instead of adding to them")
+        return before, Link(rows, indices[0], node, replaces=True)  # type: ignore[return-value, arg-type]
     return None
 
 

@@ -15,15 +15,16 @@ Legend: T tokens, k experts a token, E experts, e one of them.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from disagmoe_compile.passes.metadata import argument, is_call, is_tensor, rank_of, value
+from disagmoe_compile.passes.metadata import argument, emit, is_call, is_tensor, rank_of, shape, value
 from disagmoe_compile.passes.regions import NoMatch
 from disagmoe_compile.passes.styles.ids import are_distinct
+from disagmoe_compile.passes.styles.slots import emit_for
 from disagmoe_compile.passes.styles.zeros import is_zero, routed_ids
 
 _CASTS = (
@@ -40,6 +41,7 @@ _CASTS = (
     "contiguous",
     "detach",
 )
+_PRODUCTS = ("mul", "logical_and", "and_", "bitwise_and")
 _ALL = slice(None, None, None)
 
 
@@ -82,6 +84,7 @@ class Routing:
     """Reads routing where tokens have `lead` dimensions (1 for [T, D], 2 for [B, S, D])."""
 
     lead: int
+    _kept: dict[fx.Node, fx.Node] = field(default_factory=dict)  # mask [..., E] -> ids made of it
 
     # -- masks
 
@@ -92,8 +95,10 @@ class Routing:
         if ids is not None:
             return self._mask(ids, expert)
         source, expert = column(node)
-        if source is not None and is_call(uncast(source), "one_hot"):
-            return self._mask(uncast(source).args[0], expert)  # type: ignore[arg-type]
+        if source is not None:
+            ids = self._ids_of_mask(uncast(source))
+            if ids is not None:
+                return self._mask(ids, expert)
         source, expert = first_part(node)
         if source is None or self.lead != 1:
             return None
@@ -104,6 +109,31 @@ class Routing:
         ids = same_ids(inner.args[0])  # type: ignore[union-attr, arg-type]
         slots = {(2, 0, 1): 1, (2, 1, 0): 0}.get(dims) if len(dims) == 3 else None
         return Mask(ids, expert, slots) if slots is not None or dims == (1, 0) else None
+
+    def _ids_of_mask(self, mask: fx.Node) -> fx.Node | None:
+        """ids [...] of a mask [..., E] with one expert or none in each row: a one-hot, or one times what keeps some of it.
+
+        A row that is all zeros has the id E, of no expert.
+        """
+        if is_call(mask, "one_hot"):
+            return mask.args[0]  # type: ignore[return-value]
+        if mask in self._kept:
+            return self._kept[mask]
+        if not is_call(mask, *_PRODUCTS) or not _is_zero_or_one(mask):
+            return None
+        try:
+            chosen = same_ids(routed_ids(mask))
+        except NoMatch:
+            return None
+        experts = shape(mask)[-1]
+        if rank_of(chosen) != (rank_of(mask) or 0) - 1 or not isinstance(experts, int):
+            return None
+        graph = mask.graph
+        with graph.inserting_before(mask.next):
+            own = emit_for(graph, mask, "gather", (mask, -1, emit(graph, "unsqueeze", (chosen, -1))))
+            is_kept = emit_for(graph, mask, "bool", (emit(graph, "squeeze", (own, -1)),))
+            self._kept[mask] = emit_for(graph, mask, torch.where, (is_kept, chosen, experts))
+        return self._kept[mask]
 
     def _mask(self, ids: fx.Node, expert: int) -> Mask | None:
         rank = rank_of(ids)
@@ -200,6 +230,14 @@ class Routing:
     def _of_same_shape(self, weights: fx.Node, mask: Mask) -> tuple[fx.Node, Mask] | None:
         fits = is_tensor(weights) and rank_of(weights) == rank_of(mask.ids) and mask.slots == self.lead
         return (weights, mask) if fits else None
+
+
+def _is_zero_or_one(node: fx.Node) -> bool:
+    """Whether every element is certainly 0 or 1."""
+    node = uncast(node)
+    if is_call(node, "one_hot") or value(node).dtype is torch.bool:
+        return True
+    return is_call(node, *_PRODUCTS) and all(is_tensor(a) and _is_zero_or_one(a) for a in node.args[:2])  # type: ignore[arg-type]
 
 
 def uncast(node: fx.Node) -> fx.Node:
