@@ -34,9 +34,10 @@ _EVERY_EXPERT = (
 )
 _NO_IF = "remove the `if`: torch.where(ids == e) of an expert without tokens is empty, which is allowed"
 _NO_LIST = (
-    "do not split by numbers taken out of a tensor: pass torch.cumsum(counts, 0) as the offsets of torch._grouped_mm, or "
-    "loop over all experts with torch.where(ids == e)"
+    "count with F.one_hot(ids, num_experts).sum(0) (torch does not know how many counts bincount returns), pass "
+    "torch.cumsum(counts, 0) as the offsets of torch._grouped_mm, or loop over all experts with torch.where(ids == e)"
 )
+_FIXED_SIZES = "keep the sizes fixed: mask or pad with torch.where instead of selecting, and compute what the line would skip"
 
 
 def one_graph() -> AbstractContextManager[None]:
@@ -116,13 +117,14 @@ def _described(stack: Sequence[FrameSummary], reason: Any) -> tuple[str, str]:
             f"{why}. A model on several ranks must be one graph; move that line out of the compiled module "
             "(torch.compile(fullgraph=True) lists every break)"
         )
-    if "transformers" in frame.filename and _mentions_expert(frame):
+    if _mentions_expert(frame) and _has_implementations(frame):
         return where, (
             "this experts implementation loops over the experts that were hit, which cannot be traced; "
             'choose one that can: model.set_experts_implementation("grouped_mm")'
         )
     line = (frame.line or "").strip()
-    return where, f"`{line}` depends on the values of a tensor, which cannot be traced; {_change(line)}"
+    change = _change(line) if _is_of_experts(frame) else _FIXED_SIZES
+    return where, f"`{line}` depends on the values of a tensor, which cannot be traced; {change}"
 
 
 def _change(line: str) -> str:
@@ -132,6 +134,18 @@ def _change(line: str) -> str:
     if line.startswith(("if ", "elif ", "assert ")):
         return _NO_IF
     return _NO_LIST
+
+
+def _is_of_experts(frame: FrameSummary) -> bool:
+    """Whether the line is of code that routes: its neighbourhood or its own module knows a top-k, or names experts."""
+    line = frame.lineno or 0
+    near = "".join(linecache.getline(frame.filename, n) for n in range(max(line - 20, 1), line + 5)).lower()
+    return any(word in near for word in ("expert", "topk", "top_k", "rout"))
+
+
+def _has_implementations(frame: FrameSummary) -> bool:
+    """Whether the file's experts are of transformers' exchangeable kind."""
+    return any("use_experts_implementation" in line for line in linecache.getlines(frame.filename))
 
 
 def _mentions_expert(frame: FrameSummary) -> bool:

@@ -83,8 +83,11 @@ def _replace(
             (_rows(graph, region.tokens), token_P, expert_P, weight_P, *params),
             {"function": function, "num_experts": region.num_experts},
         )
-        node.meta = {**region.exit.meta, "example_value": _rows_value(graph, region.exit)}
+        node.meta = {**region.exit.meta, "example_value": _rows_value(graph, region)}
         result = node if rank_of(region.exit) == 2 else _like_tokens(graph, node, region.tokens)
+        if region.summed > 1:
+            choices = emit(graph, "unflatten", (result, 0, (-1, region.summed)))
+            result = emit(graph, "sum", (choices, 1))
         if region.base is not None:
             result = emit(graph, torch.add, (region.base, result))
     layer = metadata.layer_of(region.exit)
@@ -98,12 +101,14 @@ def _rows(graph: fx.Graph, tokens: fx.Node) -> fx.Node:
     return tokens if rank_of(tokens) == 2 else emit(graph, "reshape", (tokens, -1, shape(tokens)[-1]))
 
 
-def _rows_value(graph: fx.Graph, exit_node: fx.Node) -> torch.Tensor:
-    tensor: torch.Tensor = value(exit_node)
-    if tensor.dim() == 2:
-        return tensor
+def _rows_value(graph: fx.Graph, region: Region) -> torch.Tensor:
+    """[T, D_out], also where the exit has several leading dimensions, sums the rows, or has a number of them that is unknown."""
+    tensor, tokens = value(region.exit), value(region.tokens)
+    if tensor.dim() == 2 and shape(region.exit)[0] == shape(region.tokens)[0]:
+        return tensor  # type: ignore[no-any-return]
     with metadata.fake_mode_of(graph), torch.enable_grad():
-        return tensor.reshape(-1, tensor.shape[-1])
+        rows = tensor.new_empty((tokens.reshape(-1, tokens.shape[-1]).shape[0], tensor.shape[-1]))
+        return rows.requires_grad_(tensor.requires_grad)
 
 
 def _like_tokens(graph: fx.Graph, rows: fx.Node, tokens: fx.Node) -> fx.Node:

@@ -27,6 +27,8 @@ class Region:
     of the experts in their order. `exit` [T, D] the plain sum over pairs, added to `base` [T, D] where there is
     one. `function(rows_PD, weight_P, *params)` computes one expert's rows.
 
+    Where experts work pair by pair, tokens are pairs, `top_k` is 1, and `exit` sums every `summed` of their rows.
+
     `chosen_by`: choices that routed the tokens where `expert_ids` do not say so.
 
     Tokens, ids, weights and exit may have several leading dimensions in place of T.
@@ -45,10 +47,13 @@ class Region:
     weights_by_expert: bool = False
     base: fx.Node | None = None
     chosen_by: tuple[fx.Node, ...] = ()
+    summed: int = 1
 
     def __post_init__(self) -> None:
-        if self.num_experts < 1 or self.top_k < 1:
-            raise ValueError(f"a region has experts: num_experts {self.num_experts}, top_k {self.top_k}")
+        if self.num_experts < 1 or self.top_k < 1 or self.summed < 1:
+            raise ValueError(
+                f"a region has experts: num_experts {self.num_experts}, top_k {self.top_k}, summed {self.summed}"
+            )
 
 
 class NoMatch(Exception):

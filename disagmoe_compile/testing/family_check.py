@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from disagmoe_compile.graph_breaks import where_and_why
 from disagmoe_compile.inspect.parity import gradient_errors
 from disagmoe_compile.models import hf
 from disagmoe_compile.testing.parity import Reference, eager_reference
@@ -134,12 +135,14 @@ def eager_in_parts(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], pa
 
 def _one_line(error: Exception) -> str:
     """The message without what torch wraps around it."""
+    found = where_and_why(error)
+    if found is not None:
+        return _short(f"{found[0]}: {found[1]}", limit=400)
     text = str(error)
     for wrapper in ("raised:\n", "UserError: ", "UnsupportedModelError: ", "CaptureError: "):
         text = text.split(wrapper, 1)[-1]
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    caused = [line for line in lines[1:] if line.startswith(("Caused by:", "from user code"))]
-    return _short(" ".join([lines[0] if lines else type(error).__name__, *caused[:1]]))
+    return _short(lines[0] if lines else type(error).__name__)
 
 
 def _short(text: str, limit: int = 300) -> str:

@@ -149,7 +149,10 @@ class _Match:
         graph = ids.graph
         with graph.inserting_before(self.chain.exit):
             taken = emit_for(
-                graph, base, torch.logical_and, (emit(graph, torch.ge, (ids, 0)), emit(graph, torch.lt, (ids, num_experts)))
+                graph,
+                base,
+                torch.logical_and,
+                (emit(graph, torch.ge, (ids, 0)), emit(graph, torch.lt, (ids, num_experts))),
             )
             rows = emit_for(graph, base, "unsqueeze", (taken, -1))
             return emit_for(graph, base, "masked_fill", (base, rows, 0))

@@ -5,6 +5,9 @@ torchtitan).
     out  = grouped_mm(act(grouped_mm(rows, W1, offs)), W2, offs) * weights[perm]
     exit = out[inverse(perm)].view(T, k, D).sum(1)      or      zeros(T, D).index_add(0, perm // k, out)
 
+The products may be written out, a piece of the rows for each expert (`pieces.py`). Where rows come in pair by pair, or leave
+unsummed (experts inside an attention), pairs take the place of tokens: `zeros(P, D).index_add(0, perm, out)`.
+
 In the extracted function each grouped matmul is a plain matmul of one expert's rows, and a bias gathered by
 expert is that expert's bias. Rows of no expert (sentinels past the last group) are absent from the canonical
 form, so masking them is dropped.
@@ -16,7 +19,9 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import sympy
 import torch
@@ -32,10 +37,16 @@ from disagmoe_compile.passes.metadata import (
     same_value,
     shape,
     source_of,
+    value,
 )
 from disagmoe_compile.passes.program import InputKind
-from disagmoe_compile.passes.regions import Found, NoMatch, Region
-from disagmoe_compile.passes.styles.rowwise import RowFunction, check_rowwise, strip_casts
+from disagmoe_compile.passes.regions import Found, NoMatch, ParamNodes, Region
+from disagmoe_compile.passes.styles.loop_routing import first_part
+from disagmoe_compile.passes.styles.parameters import is_parameter
+from disagmoe_compile.passes.styles.pieces import Alike, Pieces, read_pieces
+from disagmoe_compile.passes.styles.rowwise import RowFunction, check_rowwise
+from disagmoe_compile.passes.styles.slots import emit_for
+from disagmoe_compile.passes.styles.sorting import Sorting, sorting_behind_counts, sorting_behind_offsets
 
 _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 _ADDS_ROWS = ("index_add", "scatter_add")
@@ -55,58 +66,141 @@ class GroupedMM:
                     by_offsets[offsets].append(node)
                 else:
                     stopped.append(NoMatch(node, "it has no group offsets"))
+        candidates = [partial(_of_offsets, offsets, matmuls) for offsets, matmuls in by_offsets.items()]
+        candidates += [partial(_of_pieces, group) for group in _groups_of_pieces(graph)]
         regions = []
-        for offsets, matmuls in by_offsets.items():
+        for candidate in candidates:
             try:
-                regions.append(_Match(offsets, matmuls).region())
+                regions.append(candidate().region())
             except NoMatch as reason:
                 stopped.append(reason)
         return Found(tuple(regions), tuple(stopped))
 
 
-class _Match:
-    """One candidate: everything computed from one vector of group offsets. Raises NoMatch where it is not a
-    region."""
+def _of_offsets(offsets: fx.Node, matmuls: list[fx.Node]) -> _Match:
+    experts = shape(offsets)[0]
+    if not isinstance(experts, int):
+        raise NoMatch(offsets, "the number of experts is not fixed")
+    return _Match(sorting_behind_offsets(offsets), experts, matmuls)
 
-    def __init__(self, offsets: fx.Node, matmuls: list[fx.Node]) -> None:
-        self.matmuls = matmuls
-        experts = shape(offsets)[0]
-        if not isinstance(experts, int):
-            raise NoMatch(offsets, "the number of experts is not fixed")
-        self.num_experts = experts
-        self.expert_ids, self.perm, self.sorted_ids = _sorting(offsets)
+
+def _of_pieces(group: list[Pieces]) -> _Match:
+    sorting = sorting_behind_counts(group[0].counts)
+    return _Match(sorting, len(group[0].results), [one.joined for one in group], group)
+
+
+def _groups_of_pieces(graph: fx.Graph) -> list[list[Pieces]]:
+    """Joined pieces, each with those that its rows are computed from."""
+    group_of: dict[fx.Node, list[Pieces]] = {}
+    groups = []
+    for node in graph.nodes:
+        pieces = read_pieces(node)
+        if pieces is None:
+            continue
+        before = pieces.rows
+        while before not in group_of and not is_gather(before) and before.all_input_nodes:
+            before = before.all_input_nodes[0]
+        group = group_of.get(before, [])
+        if not group or group[0].counts is not pieces.counts:
+            group = []
+            groups.append(group)
+        group.append(pieces)
+        group_of[node] = group
+    return groups
+
+
+@dataclass(frozen=True, slots=True)
+class _Summed:
+    """`exit` [T, D] sums the `top_k` rows of every token, times `weights` [T, k] if they are not in the rows already."""
+
+    exit: fx.Node
+    top_k: int
+    weights: fx.Node | None
+
+
+class _Match:
+    """One candidate: the products of all experts with their rows of one sorting. Raises NoMatch where it is not a region."""
+
+    def __init__(
+        self, sorting: Sorting, num_experts: int, matmuls: list[fx.Node], pieces: Sequence[Pieces] = ()
+    ) -> None:
+        self.matmuls, self.num_experts = matmuls, num_experts
+        self.expert_ids, self.perm, self.sorted_ids = sorting.expert_ids, sorting.perm, sorting.sorted_ids
+        self.alike = {one.joined: Alike(one) for one in pieces}
+        self.rows_of = {one.cuts[0]: one.rows for one in pieces}
         self.function = RowFunction(self._leaf)
         self.tokens: fx.Node | None = None
         self.token_ids: fx.Node | None = None
         self.gathered_top_k: int | None = None  # where rows are gathered with perm // k
+        self.by_pair = False  # rows are gathered with perm: one for each pair
         self.row_index: fx.Node | None = None
         self.weights: fx.Node | None = None
 
     def region(self) -> Region:
         rows, leaving = self._last_rows()
+        for alike in self.alike.values():
+            alike.check()
         result = self.function.convert(rows)
         if self.tokens is None:
             raise NoMatch(self.matmuls[0], "its rows are not gathered from tokens")
-        if is_call(leaving, *_ADDS_ROWS):
-            exit_node, top_k = self._added(leaving)
+        if is_call(leaving, *_ADDS_ROWS) and argument(leaving, 2, "index") is not self.perm:
+            summed: _Summed | None = self._added(leaving)
         else:
-            exit_node, top_k, result = self._unsorted(leaving, result)
-        if self.gathered_top_k not in (None, top_k):
-            raise NoMatch(exit_node, f"it sums {top_k} rows a token, but {self.gathered_top_k} were gathered")
+            summed = self._summed_if_at_all(leaving)
+        top_k = 1 if summed is None else summed.top_k
+        if summed is not None and self.gathered_top_k not in (None, top_k):
+            raise NoMatch(
+                summed.exit, f"it sums {top_k} rows a token, but {self.gathered_top_k} were gathered"
+            )
+        if summed is not None and summed.weights is not None:
+            self.weights = summed.weights
+            column = self.function.call("call_method", "unsqueeze", (self.function.weight, -1))
+            result = self.function.call("call_function", torch.mul, (result, column))
+        if summed is None and not self.by_pair:
+            self._repeat_tokens(leaving)
         return Region(
             style="grouped_mm",
             tokens=self.tokens,
             token_ids=self.token_ids,
             expert_ids=self.expert_ids,
             weights=self.weights,
-            params=tuple(self.function.params),
+            params=tuple(self._params_of_all(node) for node in self.function.params),
             function=self.function.finish(result),
-            exit=exit_node,
+            exit=leaving if summed is None else summed.exit,
             num_experts=self.num_experts,
-            top_k=top_k,
+            top_k=1 if self.by_pair else top_k,
+            summed=top_k if self.by_pair else 1,
         )
 
+    def _params_of_all(self, node: fx.Node) -> ParamNodes:
+        return next((alike.separate(node) for alike in self.alike.values() if node in alike.params), node)
+
+    def _repeat_tokens(self, leaving: fx.Node) -> None:
+        """Rows leave pair by pair: every pair is a token of its own."""
+        tokens, graph = self.tokens, leaving.graph
+        assert tokens is not None, "checked before"
+        with graph.inserting_before(leaving):
+            if self.token_ids is not None:
+                self.tokens = emit_for(graph, leaving, operator.getitem, (tokens, self.token_ids))
+            else:
+                repeats = {"dim": 0}
+                self.tokens = emit_for(
+                    graph, leaving, "repeat_interleave", (tokens, self.gathered_top_k), repeats
+                )
+        self.token_ids = None
+
     # -- the way out
+
+    def _summed_if_at_all(self, leaving: fx.Node) -> _Summed | None:
+        """How rows that are back in the order of pairs are summed; None where each leaves by itself."""
+        if is_call(leaving, *_ADDS_ROWS):
+            self._require_zero(leaving)
+        try:
+            return self._unsorted(leaving)
+        except NoMatch:
+            if self.gathered_top_k is None and self.token_ids is None and not self.by_pair:
+                raise
+            return None
 
     def _last_rows(self) -> tuple[fx.Node, fx.Node]:
         """The last value over sorted rows, and the call through which it leaves the row order."""
@@ -122,6 +216,10 @@ class _Match:
                     is_call(user, *_ADDS_ROWS)
                     and argument(user, 3, "source", argument(user, 3, "src")) is node
                 ):
+                    return node, user
+                elif is_call(user, "index_put") and user.args[1:] == ((self.perm,), node):
+                    if shape(user)[0] not in (shape(self.expert_ids)[0], shape(node)[0]):
+                        raise NoMatch(user, "rows are put among others")
                     return node, user
                 elif user not in seen:
                     seen.add(user)
@@ -144,7 +242,7 @@ class _Match:
             and is_call(writers[0].args[2], "arange")
         )
 
-    def _unsorted(self, gathered: fx.Node, result: fx.Node) -> tuple[fx.Node, int, fx.Node]:
+    def _unsorted(self, gathered: fx.Node) -> _Summed:
         """`rows[inverse].view(T, k, D)`, weighted here or before, summed over k."""
         split = _only_user(gathered)
         if not is_call(split, "view", "reshape", "unflatten") or rank_of(split) != 3:
@@ -152,7 +250,7 @@ class _Match:
         top_k = shape(split)[1]
         if not isinstance(top_k, int):
             raise NoMatch(split, "the number of experts a token is not fixed")
-        total = _only_user(split)
+        total, found = _only_user(split), None
         if is_call(total, "mul"):
             weights = next((a for a in total.args if a is not split), None)
             if (
@@ -162,9 +260,7 @@ class _Match:
                 or shape(weights)[1:] != (top_k, 1)
             ):
                 raise NoMatch(total, "it is not a product with the routing weights")
-            self.weights = weights.args[0]
-            column = self.function.call("call_method", "unsqueeze", (self.function.weight, -1))
-            result = self.function.call("call_function", torch.mul, (result, column))
+            found = weights.args[0]
             total = _only_user(total)
         dims = argument(total, 1, "dim")
         if (
@@ -174,30 +270,45 @@ class _Match:
             or total.kwargs.get("dtype") is not None
         ):
             raise NoMatch(total, "the pairs of a token are not plainly summed")
-        return total, top_k, result
+        return _Summed(total, top_k, found)
 
-    def _added(self, total: fx.Node) -> tuple[fx.Node, int]:
+    def _added(self, total: fx.Node) -> _Summed:
         """`zeros.index_add(0, token of row, rows)` or the same with scatter_add."""
-        base, dim, index = total.args[0], argument(total, 1, "dim"), argument(total, 2, "index")
-        is_plain = dim == 0 and argument(total, 4, "alpha", 1) == 1
-        is_zero = (
-            is_call(base, "zeros", "zeros_like", "new_zeros") and base not in storages(total.graph).writers
-        )
-        if not is_plain or not is_zero:
-            raise NoMatch(total, "it does not sum rows into zeros")
+        self._require_zero(total)
+        index = argument(total, 2, "index")
         if is_call(total, "scatter_add"):
             index = _broadcast_index(index)
+        if self.by_pair:
+            top_k = _divided(index, self.perm)
+            if top_k is None:
+                raise NoMatch(total, "it adds rows to other tokens than those of their pairs")
+            return _Summed(total, top_k, None)
         if not same_value(index, self.row_index):
             raise NoMatch(total, "it adds rows to other tokens than they came from")
         pairs, tokens = shape(self.expert_ids)[0], shape(self.tokens)[0]  # type: ignore[arg-type]
         top_k = self.gathered_top_k or sympy.sympify(pairs) / sympy.sympify(tokens)
         if not isinstance(top_k, int) and not top_k.is_Integer:
             raise NoMatch(total, "the number of experts a token is not fixed")
-        return total, int(top_k)
+        return _Summed(total, int(top_k), None)
+
+    def _require_zero(self, total: fx.Node) -> None:
+        base, dim = total.args[0], argument(total, 1, "dim")
+        is_plain = dim == 0 and argument(total, 4, "alpha", 1) == 1
+        is_zero = (
+            is_call(base, "zeros", "zeros_like", "new_zeros") and base not in storages(total.graph).writers
+        )
+        if not is_plain or not is_zero:
+            raise NoMatch(total, "it does not sum rows into zeros")
 
     # -- what enters the rows
 
     def _leaf(self, node: fx.Node) -> fx.Node | None:
+        if node in self.alike:
+            return self.function.convert(self.alike[node].pieces.results[0])
+        if node in self.rows_of:
+            return self.function.convert(self.rows_of[node])
+        if self.alike and (entered := self._of_first_expert(node)) is not None:
+            return entered
         if is_call(node, *_GROUPED):
             rows, weight = node.args[0], argument(node, 1, "weight", argument(node, 1, "mat_b"))
             arguments = (self.function.convert(rows), self._param(weight))
@@ -225,15 +336,43 @@ class _Match:
             return self.function.rows
         raise NoMatch(node, "rows are gathered in a way that is not tokens, weights or biases")
 
+    def _of_first_expert(self, node: fx.Node) -> fx.Node | None:
+        """The first expert's parameters, and products of its rows with them."""
+        stacked, number = first_part(node)
+        if (
+            stacked is not None
+            and is_parameter(stacked)
+            and number == 0
+            and shape(stacked)[0] == self.num_experts
+        ):
+            return self.function.parameter(stacked)
+        if any(node in alike.params for alike in self.alike.values()):
+            return self.function.parameter(node)
+        if is_call(node, "linear"):
+            operands = [node.args[0], argument(node, 1, "weight"), argument(node, 2, "bias")]
+        elif is_call(node, "matmul", "mm"):
+            operands = [node.args[0], argument(node, 1, "other", argument(node, 1, "mat2"))]
+        elif is_call(node, "t", "transpose") and rank_of(node) == 2 and is_tensor(node.args[0]):
+            inner = self._of_first_expert(node.args[0])  # type: ignore[arg-type]
+            return None if inner is None else self.function.call("call_method", "transpose", (inner, -2, -1))
+        else:
+            return None
+        rows, *others = operands
+        params = [None if other is None else self._of_first_expert(other) for other in others]
+        if any(param is None for param, other in zip(params, others) if other is not None):
+            raise NoMatch(node, "it multiplies rows by something else than the expert's parameters")
+        if any(value(operand).dtype != value(node).dtype for operand in operands if operand is not None):
+            raise NoMatch(node, "autocast chooses the type of its product")
+        return self.function.call(node.op, node.target, (self.function.convert(rows), *params))
+
     def _set_row_index(self, index: fx.Node) -> None:
         if self.row_index is not None and not same_value(self.row_index, index):
             raise NoMatch(index, "rows are gathered twice with different indices")
         self.row_index = index
-        divides = is_call(index, "floordiv", "floor_divide") or (
-            is_call(index, "div") and index.kwargs.get("rounding_mode") == "floor"
-        )
-        if divides and index.args[0] is self.perm and isinstance(index.args[1], int):
-            self.gathered_top_k = index.args[1]
+        if index is self.perm:
+            self.by_pair = True
+        elif (top_k := _divided(index, self.perm)) is not None:
+            self.gathered_top_k = top_k
         elif is_gather(index) and index.args[1] is self.perm:
             self.token_ids = index.args[0]  # type: ignore[assignment]
         else:
@@ -272,36 +411,12 @@ class _Match:
         return is_call(inner, "ge") and inner.args[0] is self.sorted_ids and inner.args[1] == self.num_experts
 
 
-def _sorting(offsets: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-    """(expert id of each pair, sorting permutation, sorted ids if the graph has them) behind group
-    offsets."""
-    counts = strip_casts(offsets)
-    if not is_call(counts, "cumsum"):
-        raise NoMatch(counts, "group offsets are not a cumulative sum of counts")
-    histogram = strip_casts(counts.args[0])
-    if not is_call(histogram, "histc", "bincount"):
-        raise NoMatch(histogram, "rows per expert are not counted with histc or bincount")
-    if is_call(histogram, "histc") and not _counts_every_expert(histogram):
-        raise NoMatch(histogram, "it does not count the rows of each expert")
-    ids = strip_casts(histogram.args[0])
-    if ids.target is operator.getitem and is_call(ids.args[0], "sort"):
-        ids = ids.args[0].args[0]  # type: ignore[union-attr, assignment]
-    for user in ids.users:
-        if is_call(user, "argsort", "sort") and user.kwargs.get("descending"):
-            raise NoMatch(user, "it sorts the last expert first")
-        if is_call(user, "argsort"):
-            return ids, user, None
-        if is_call(user, "sort"):
-            parts = {part.args[1]: part for part in user.users if part.target is operator.getitem}
-            if 1 in parts:
-                return ids, parts[1], parts.get(0)
-    raise NoMatch(ids, "the ids that are counted are not sorted")
-
-
-def _counts_every_expert(histogram: fx.Node) -> bool:
-    """`histc(ids, bins=E, min=0, max=E - 1)`: a bin for every expert; more than E - 1 counts ids of no expert too."""
-    bins = argument(histogram, 1, "bins", 100)
-    return argument(histogram, 2, "min", 0) == 0 and argument(histogram, 3, "max", 0) == bins - 1
+def _divided(index: fx.Node, perm: fx.Node) -> int | None:
+    """k of `perm // k`, which is not negative."""
+    divides = is_call(index, "floordiv", "floor_divide") or (
+        is_call(index, "div") and index.kwargs.get("rounding_mode") in ("floor", "trunc")
+    )
+    return index.args[1] if divides and index.args[0] is perm and isinstance(index.args[1], int) else None
 
 
 def _rows_taken(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:

@@ -36,6 +36,7 @@ class Layer(nn.Module):
         self.w1 = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN))
         self.b1 = nn.Parameter(torch.randn(EXPERTS, HIDDEN))
         self.w2 = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH))
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.embed(x).flatten(0, -2)
