@@ -16,7 +16,8 @@ from typing import Any
 from torch import fx
 
 from disagmoe_compile.passes.aliasing import storages
-from disagmoe_compile.passes.metadata import argument, is_tensor, rank_of, target_name, value
+from disagmoe_compile.passes.metadata import argument, is_tensor, rank_of, source_of, target_name, value
+from disagmoe_compile.passes.program import InputKind
 from disagmoe_compile.passes.regions import NoMatch
 
 POINTWISE = frozenset({
@@ -136,6 +137,11 @@ def check_rowwise(node: fx.Node) -> None:
     if name in POINTWISE:
         ranks = {rank_of(source) for source in node.all_input_nodes}
         if not ranks <= {rank_of(node), 0}:
+            if any(map(_is_of_parameters, node.all_input_nodes)):
+                raise NoMatch(
+                    node,
+                    "a parameter that all experts share takes part, and an FFN rank holds whole experts only",
+                )
             raise NoMatch(
                 node, "it broadcasts one value over rows against another along a different dimension"
             )
@@ -166,6 +172,14 @@ def check_rowwise(node: fx.Node) -> None:
     if node.target is operator.getitem and (_is_column(node) or _keeps_rows(node)):
         return
     raise NoMatch(node, "no rule shows that it acts on each row alone")
+
+
+def _is_of_parameters(node: fx.Node) -> bool:
+    """Whether parameters alone decide this value."""
+    source = source_of(node)
+    if source is not None:
+        return source.kind is InputKind.PARAMETER
+    return bool(node.all_input_nodes) and all(map(_is_of_parameters, node.all_input_nodes))
 
 
 def _is_column(node: fx.Node) -> bool:

@@ -13,7 +13,7 @@ from torch import fx
 from disagmoe_compile.passes.regions import Found, NoMatch
 from disagmoe_compile.passes.styles.capacity import with_capacity
 from disagmoe_compile.passes.styles.expert_choice import with_expert_choice
-from disagmoe_compile.passes.styles.slots import SlotMatch, read_layout
+from disagmoe_compile.passes.styles.slots import SlotMatch, depths_of, read_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,12 @@ class SlotRegions:
     def find(self, graph: fx.Graph) -> Found:
         regions, stopped = [], []
         done: set[fx.Node] = set()
+        depths = depths_of(graph)
         for node in list(graph.nodes):
             layout = None if node in done else read_layout(node)
             if layout is None:
                 continue
-            match = SlotMatch(graph, node, layout)
+            match = SlotMatch(graph, node, layout, depths)
             done |= match.inside
             if not match.chosen_by:
                 continue

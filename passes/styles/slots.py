@@ -17,7 +17,7 @@ Legend: T tokens, E experts, C slots an expert, D hidden size, H expert hidden s
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -97,7 +97,9 @@ def _first_product(node: fx.Node) -> Product | None:
 class SlotMatch:
     """The region that begins at `first`: no region of its own unless a choice, `chosen_by`, fills the slots."""
 
-    def __init__(self, graph: fx.Graph, first: fx.Node, layout: Layout) -> None:
+    def __init__(
+        self, graph: fx.Graph, first: fx.Node, layout: Layout, depths: Mapping[fx.Node, Depth]
+    ) -> None:
         self.graph, self.first, self.layout = graph, first, layout
         self.inside = self._inside()
         self.exit = next(
@@ -111,7 +113,7 @@ class SlotMatch:
         self.baked_size: fx.Node | None = (
             None  # a `one_hot` of a symbolic size: tracing gives its result a number
         )
-        self.chosen_by = self._chosen_by()
+        self.chosen_by = self._chosen_by(depths) or self._chosen_by({})
 
     def region(self) -> Region:
         if self.baked_size is not None:
@@ -175,8 +177,8 @@ class SlotMatch:
 
     # -- who fills the slots
 
-    def _chosen_by(self) -> tuple[fx.Node, ...]:
-        """The discrete choices among as many as there are experts that fill the slots."""
+    def _chosen_by(self, depths: Mapping[fx.Node, Depth]) -> tuple[fx.Node, ...]:
+        """The discrete choices among as many as there are experts that fill the slots, not those of experts before."""
         if origin(self.graph, self.layout.rows) is not Origin.FILLED:
             return ()
         storage_of = {node: storage for storage in _writes(self.graph).values() for node in storage}
@@ -184,7 +186,7 @@ class SlotMatch:
         found: dict[fx.Node, None] = {}
         while pending:
             node = pending.pop()
-            if node in seen or _is_learned(node):
+            if node in seen or _is_learned(node) or _combines(node, depths):
                 continue
             seen.add(node)
             if is_call(node, "one_hot") and isinstance(argument(node, 1, "num_classes"), fx.Node):
@@ -199,6 +201,34 @@ class SlotMatch:
             pending += node.all_input_nodes
             pending += storage_of.get(node, [])
         return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """`products`: how many products with experts' matrices a value comes after; `is_chosen`: it depends on a discrete choice."""
+
+    products: int
+    is_chosen: bool
+
+
+def depths_of(graph: fx.Graph) -> dict[fx.Node, Depth]:
+    found: dict[fx.Node, Depth] = {}
+    for node in graph.nodes:
+        inputs = [found[source] for source in node.all_input_nodes]
+        products = max((one.products for one in inputs), default=0) + (read_layout(node) is not None)
+        chooses = is_call(node, *_CHOOSES) or is_maximum_with_position(node)
+        found[node] = Depth(products, chooses or any(one.is_chosen for one in inputs))
+        target = written(node)
+        if target is not None:
+            found[target] = found[node]
+    return found
+
+
+def _combines(node: fx.Node, depths: Mapping[fx.Node, Depth]) -> bool:
+    """Whether rows that experts returned meet the choice that filled the experts: what is before belongs to them."""
+    inputs = [depths[source] for source in node.all_input_nodes if source in depths]
+    deepest = max((one.products for one in inputs), default=0)
+    return any(one.is_chosen and one.products < deepest for one in inputs)
 
 
 def is_maximum_with_position(node: fx.Node) -> bool:

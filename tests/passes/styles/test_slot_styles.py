@@ -150,6 +150,23 @@ def test_routed_pairs_alone_are_sent_where_their_slots_are_certain(case):
     assert found.styles == [style] and found.error < 1e-5, found
 
 
+def after_other_experts(routed: Routed) -> Routed:
+    """Two layers of experts with nothing learned between them but the second router."""
+
+    def both(m: Layer, x: Tensor, w: Tensor, ids: Tensor, p: Tensor) -> Tensor:
+        x = x + routed(m, x, w, ids, p)
+        p = m.gate(x).softmax(-1)
+        return routed(m, x, *p.topk(TOP_K, -1), p)
+
+    return both
+
+
+@pytest.mark.parametrize("routed", [one_hot_masks(), padded()])
+def test_experts_that_follow_experts_are_told_apart(routed):
+    found = outcome(after_other_experts(routed))
+    assert found.styles == ["capacity", "capacity"] and found.error < 1e-5, found
+
+
 def one_expert_padded(m: Layer, x: Tensor, w: Tensor, ids: Tensor, p: Tensor) -> Tensor:
     weights, ids = p.topk(1, -1)
     mask = F.one_hot(ids.flatten(), EXPERTS)
