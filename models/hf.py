@@ -373,7 +373,7 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise InputError(
-            'hf: sources need transformers; install it with: pip install "disagmoe-compile[hf]"'
+            "hf: sources need transformers; install it with: pip install 'transformers>=5,<6' safetensors"
         ) from error
     return transformers
 

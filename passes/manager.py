@@ -44,7 +44,7 @@ class PassManager:
                 graph_module.recompile()  # with the graphs inside: as long as most passes take
             have |= graph_pass.provides
             verify(standing(have), graph_module, graph_pass.name)
-            logger.info("pass %02d %s: %s", index, graph_pass.name, report)
+            logger.debug("pass %02d %s: %s", index, graph_pass.name, report)
             reports.append((graph_pass.name, report))
             for observe in observers:
                 observe(index, graph_pass.name, graph_module, report)

@@ -209,7 +209,7 @@ class _Preparer:
     def _show(self, plan: Plan) -> None:
         """The plan and its training step, where dumps or a structured trace are wanted."""
         schedule = plan.training or plan.forward_only
-        logger.info(
+        logger.debug(
             "plan %s: %s, %s, %s",
             plan.fingerprint,
             schedule.name if schedule else "none",

@@ -106,7 +106,7 @@ def _transformers() -> Finding:
     is_ok = version is not None and version.startswith("5.")
     return Finding(
         "transformers", is_ok, False, version or "not installed",
-        "needed for SOURCE hf:FAMILY: pip install 'disagmoe-compile[hf]'",
+        "needed for SOURCE hf:FAMILY: pip install 'transformers>=5,<6' safetensors",
     )  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def _triton() -> Finding:
     version = _version("triton")
     return Finding(
         "triton", version is not None, False, version or "not installed",
-        "Inductor's code on CUDA: pip install 'disagmoe-compile[cuda]'",
+        "Inductor's code on CUDA: pip install triton",
     )  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def _flash_attention() -> Finding:
     version = _version("flash-attn")
     return Finding(
         "flash-attn", version is not None, False, version or "not installed",
-        "a faster attention core on CUDA: pip install 'disagmoe-compile[cuda]'",
+        "a faster attention core on CUDA: pip install flash-attn",
     )  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def doctor(as_json: JsonOption = False, debug: DebugOption = False) -> Output:
 def _render(console: Console, findings: list[Finding]) -> None:
     table = Table()
     for column in ("", "status", "found", "what to do"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for finding in findings:
         colour = "green" if finding.is_ok else "red" if finding.is_required else "yellow"
         advice = "" if finding.is_ok else finding.advice

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from disagmoe_compile.cli.output import DebugOption, JsonOption, Output, command
+from disagmoe_compile.errors import InputError
 
 if TYPE_CHECKING:
     from disagmoe_compile.inspect.bisect import Bisection
@@ -72,6 +73,11 @@ def inspect(
     from disagmoe_compile.passes.captured import CapturedGraph
     from disagmoe_compile.plan.ir import Plan
 
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)  # before minutes of tracing
+        except OSError as error:
+            raise InputError(f"--out {out} cannot be made: {error.strerror}") from error
     disabled = tuple(disable or ())
     diffs = DiffRecorder()
     recorder = None if why is None else WhyRecorder(why)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -27,6 +28,8 @@ from disagmoe_compile.errors import DisagMoEError
 
 SCHEMA_VERSION = 1
 """Of every JSON document; a field that changes its meaning or goes away raises it, a new field does not."""
+
+_WIDTH_OF_FILES = 160
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
@@ -78,7 +81,13 @@ def emit(output: Output, as_json: bool) -> None:
         sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
         sys.stdout.flush()
     else:
-        output.render(Console())
+        output.render(_console())
+
+
+def _console() -> Console:
+    """As wide as the terminal; a file or a pipe has no width, and lines cut at 80 characters lose names and commands."""
+    is_free = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(width=_WIDTH_OF_FILES if is_free else None)
 
 
 def report(error: BaseException) -> int:

@@ -171,7 +171,9 @@ def plan(
     if swept is not None and swept.parameter == "seq-length" and seq_length is None:
         seq_length = swept.values[0]
     if model is None or cluster is None or seq_length is None:
-        raise InputError("give --model, --cluster and --seq-length (or --problem FILE)")
+        needed = {"--model": model, "--cluster": cluster, "--seq-length": seq_length}
+        missing = [name for name, value in needed.items() if value is None]
+        raise InputError(f"give {' and '.join(missing)} (or --problem FILE)")
     is_local = cluster.split(":")[0] == LOCAL
     one_of("refine", refine, dict.fromkeys((MEASURED, SIMULATED), True))
     measured = refine == MEASURED
@@ -219,8 +221,7 @@ def _plan(
     extra: dict[str, Any] = {}
     if refining is not None:
         found, extra["refinement"] = refined(problem, found, refining)
-    if out is not None:
-        _write(found, out)
+    failure = None if out is None else _write(found, out)
     if explain_it or plot is not None:
         model, chosen = StepModel(problem), candidate_of(found)
         extra["explanation"] = explain(problem, model, chosen)
@@ -241,11 +242,11 @@ def _plan(
             plan_report.render_refinement(console, extra["refinement"])
         if explain_it:
             plan_report.render_explanation(console, extra["explanation"])
-        for path in (out, plot):
+        for path in (None if failure else out, plot):
             if path is not None:
                 console.print(f"wrote {path}", highlight=False)
 
-    return Output({**found.to_dict(), **extra}, render)
+    return Output({**found.to_dict(), **extra}, render, failure)
 
 
 def _sweep(request: _Request, swept: Sweep, plot: Path | None) -> Output:
@@ -267,11 +268,13 @@ def _sweep(request: _Request, swept: Sweep, plot: Path | None) -> Output:
     return Output(document, lambda console: plan_report.render_sweep(console, swept, rows, plot))
 
 
-def _write(found: Sizing, path: Path) -> None:
+def _write(found: Sizing, path: Path) -> InputError | None:
+    """The error is returned: what was found is shown first, or the search would have been for nothing."""
     try:
         dump_sizing(found, path)
     except OSError as error:
-        raise InputError(f"cannot write the plan file {str(path)!r}: {error.strerror}") from error
+        return InputError(f"cannot write the plan file {str(path)!r}: {error.strerror}")
+    return None
 
 
 def _model(name: str) -> ModelSpec:

@@ -173,7 +173,7 @@ def _table(*columns: str) -> Table:
     table = Table()
     for column in columns:
         is_text = column in ("", "limited by", "role", "resource", "one more", "stage", "shared on")
-        table.add_column(column, justify="left" if is_text else "right")
+        table.add_column(column, justify="left" if is_text else "right", overflow="fold")
     return table
 
 

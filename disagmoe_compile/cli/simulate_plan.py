@@ -138,7 +138,7 @@ def _actions(document: Any, path: Path, timeline: Path | None, request: ModelReq
 def _render_rows(console: Console, rows: list[Row], shown: Shown) -> None:
     table = Table(title="Prediction against the recorded run (seconds a step; kinds: mean of ranks)")
     for column in ("", "predicted", "measured", "error"):
-        table.add_column(column, justify="right" if column else "left")
+        table.add_column(column, justify="right" if column else "left", overflow="fold")
     for row in rows:
         error = "" if row.error is None else f"{row.error:+.1%}"
         table.add_row(row.what, f"{row.predicted_s:.4f}", f"{row.measured_s:.4f}", error)

@@ -55,7 +55,7 @@ class GroupSizes:
         if world % groups or world // groups <= given:
             raise InputError(
                 f"{world} ranks cannot be split: {self._asked()}; needed is pipeline_groups * (attention_group_size + "
-                "ffn_group_size) = number of ranks, each at least 1"
+                f"ffn_group_size) = number of ranks, each at least 1; the least is --nproc {groups * (given + 1)}"
             )
         return world
 

@@ -82,7 +82,7 @@ def _transfers(explanation: Explanation) -> Table:
 def _experts(explanation: Explanation) -> RenderableType:
     if not explanation.experts:
         return "no MoE region found"
-    table = _table("Experts", "layer", "style", "experts", "top-k", "")
+    table = _table("Experts", "layer", "style", "experts", "top-k", "opaque, because")
     for expert in explanation.experts:
         cells = (expert.layer, expert.style, expert.num_experts, expert.top_k)
         table.add_row(*("-" if cell is None else str(cell) for cell in cells), expert.reason or "")
@@ -114,7 +114,7 @@ def _some(changes: list[str]) -> list[str]:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left")
     for column in columns:
-        table.add_column(column)
+        table.add_column(column, overflow="fold")  # a name cut short cannot be typed
     return table
 
 

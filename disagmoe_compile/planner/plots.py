@@ -1,4 +1,4 @@
-"""Pictures of a plan and of a sweep, as PNG or SVG. Needs matplotlib: `pip install disagmoe-compile[plot]`."""
+"""Pictures of a plan and of a sweep, as PNG or SVG. Needs matplotlib: `pip install matplotlib`."""
 
 from __future__ import annotations
 
@@ -77,9 +77,7 @@ def _pyplot(path: Path) -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise InputError(
-            f"pictures need matplotlib ({error}): pip install 'disagmoe-compile[plot]'"
-        ) from error
+        raise InputError(f"pictures need matplotlib ({error}): pip install matplotlib") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -46,9 +46,7 @@ def draw(timeline: Timeline, path: Path, title: str, *, unit: str = "s") -> None
     try:
         import matplotlib
     except ImportError as error:
-        raise InputError(
-            f"pictures need matplotlib ({error}): pip install 'disagmoe-compile[plot]'"
-        ) from error
+        raise InputError(f"pictures need matplotlib ({error}): pip install matplotlib") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch

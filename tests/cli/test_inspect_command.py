@@ -56,3 +56,14 @@ def test_a_bad_source_is_one_line(disagmoe: CommandLine, tmp_path: Path) -> None
     (line,) = [text for text in err.splitlines() if text]
     assert line.startswith("disagmoe: error: ")
     assert "no such file" in line
+
+
+def test_a_folder_that_cannot_be_made_is_one_line_before_any_tracing(
+    disagmoe: CommandLine, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    status, _, err = disagmoe(
+        "inspect", f"{tmp_path}/none.py:factory", "--out", str(tmp_path / "file" / "dumps")
+    )
+    assert status == 2
+    assert "--out" in err and "cannot be made" in err and "no such file" not in err

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import typer
-from rich.console import Console
 
 from disagmoe_compile.cli import main
 from disagmoe_compile.cli.output import DebugOption, JsonOption, Output, command
@@ -35,10 +34,8 @@ def example(monkeypatch: pytest.MonkeyPatch) -> None:
             sys.stdout.write("a library talks\n")
         value = float("nan") if how == "nan" else 1
         failure = DisagMoEError("losses differ") if how == "differs" else None
-        return Output({"value": value}, lambda console: say(console), failure)
-
-    def say(console: Console) -> None:
-        console.print("for people")
+        text = "x" * 150 if how == "wide" else "for people"
+        return Output({"value": value}, lambda console: console.print(text), failure)
 
     app = typer.Typer(pretty_exceptions_enable=False)
     app.callback()(lambda: None)
@@ -50,6 +47,14 @@ def example(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestCommand:
     def test_people_get_text(self, disagmoe: CommandLine) -> None:
         assert disagmoe("try", "fine") == (0, "for people\n", "")
+
+    def test_a_pipe_has_no_width_but_the_one_it_is_given(
+        self, disagmoe: CommandLine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("COLUMNS", raising=False)
+        assert disagmoe("try", "wide")[1] == "x" * 150 + "\n"
+        monkeypatch.setenv("COLUMNS", "80")
+        assert disagmoe("try", "wide")[1] == "x" * 80 + "\n" + "x" * 70 + "\n"
 
     def test_json_is_one_document_with_a_schema_version(self, disagmoe: CommandLine) -> None:
         status, out, err = disagmoe("try", "fine", "--json")

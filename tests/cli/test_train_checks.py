@@ -44,6 +44,7 @@ def test_the_world_size_is_what_the_sizes_make(given: dict[str, int], world_size
     [
         ({"attention": 2, "ffn": 2, "nproc": 6}, "--nproc 6.* need 4 ranks"),
         ({"attention": 4}, "4 ranks cannot be split: --attention-group-size 4"),
+        ({"attention": 2, "nproc": 2}, "the least is --nproc 3"),
         ({"pipeline_groups": 3, "nproc": 4}, "4 ranks cannot be split"),
         ({"nproc": 1}, "1 ranks cannot be split"),
         ({"ffn": 0}, "--ffn-group-size must be at least 1, got 0"),

@@ -78,6 +78,12 @@ def test_nothing_is_rendered_where_no_trace_is_written(monkeypatch: pytest.Monke
     dm.explain(torch.nn.Sequential(torch.nn.Linear(4, 2)), torch.rand(3, 4))
 
 
+def test_a_script_that_logs_at_info_gets_no_lines_of_passes(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        dm.explain(torch.nn.Sequential(torch.nn.Linear(4, 2)), torch.rand(3, 4))
+    assert not [record for record in caplog.records if record.name.startswith("disagmoe_compile")]
+
+
 def test_the_log_called_disagmoe_compile_says_what_each_pass_did(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
