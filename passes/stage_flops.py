@@ -91,11 +91,6 @@ def expert_flops(program: ExpertsProgram, n_tokens: int) -> int:
     return round(counter.get_total_flops())
 
 
-def activation_bytes(program: AttentionProgram, sizes: Sizes) -> int:
-    """Bytes of a stage's outputs: a lower bound of what it keeps for its backward."""
-    return sum(math.prod(bind(o.shape, sizes)) * o.dtype.itemsize for o in program.outputs)
-
-
 def example(one: StageInput, sizes: Sizes) -> torch.Tensor | int:
     shape = bind(one.shape, sizes)
     return shape[0] if one.kind is InputKind.SYMBOL else torch.empty(shape, dtype=one.dtype)

@@ -47,6 +47,27 @@ class PartElsewhere(DTensor):
         )
 
 
+class UnevenParts(ShardedTensor):
+    """torch gathers a ShardedTensor as if every rank of the group had an equal chunk, which these are not, on all ranks together,
+    of which some were refused above. It begins by asking for the number of elements.
+    """
+
+    __slots__ = ()
+
+    def size(self, dim: int | None = None) -> Any:
+        whole = _SizeOfUnevenParts(self.metadata().size)
+        return whole if dim is None else whole[dim]
+
+
+class _SizeOfUnevenParts(tuple[int, ...]):
+    def numel(self) -> int:
+        raise DisagMoEError(
+            f"a parameter of shape {tuple(self)} is split unevenly over ranks, which torch does not gather: call "
+            "disagmoe_compile.full_state_dict(model) on all ranks for the whole model on rank 0, or save model.state_dict() with "
+            "torch.distributed.checkpoint"
+        )
+
+
 class StateDicts:
     """The global view of one model's bound parameters and of optimizer state laid out like them."""
 
@@ -162,6 +183,7 @@ def sharded_tensor(local: torch.Tensor, bound: BoundParameter, group: dist.Proce
     made: ShardedTensor = ShardedTensor._init_from_local_shards_and_global_metadata(
         mine, whole, process_group=group
     )
+    made.__class__ = UnevenParts
     return made
 
 

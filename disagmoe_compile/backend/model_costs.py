@@ -67,7 +67,7 @@ class _Counter:
     def __init__(self, sizes: Sizes, programs: ModelPrograms) -> None:
         self._sizes = sizes
         self.samples = 1 if programs.batch_symbol is None else sizes[programs.batch_symbol]
-        self._trains = programs.loss is not None
+        self._trains = programs.trains
         self._known: dict[Hashable, ComponentCosts] = {}
         self._held: set[int] = set()
 
@@ -119,7 +119,8 @@ class _Counter:
             torch.empty(bind(p.shape, {})[1:], dtype=p.dtype, requires_grad=trains and p.requires_grad)
             for p in program.params
         ]
-        kept = pairs * (program.in_features * program.token_dtype.itemsize + program.weight_dtype.itemsize)
+        row = program.in_features * program.token_dtype.itemsize
+        kept = pairs * (row + program.weight_dtype.itemsize + torch.int64.itemsize)  # and its expert
         return _count(program.function, [rows_PD, weight_P, *params], params, kept, self.samples)
 
 

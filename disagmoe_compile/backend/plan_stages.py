@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import sympy
 import torch
 
+from disagmoe_compile.backend.model_costs import traced_costs
 from disagmoe_compile.errors import UnsupportedModelError
 from disagmoe_compile.passes.program import (
     AttentionProgram,
@@ -18,7 +19,7 @@ from disagmoe_compile.passes.program import (
     StageInput,
     bind,
 )
-from disagmoe_compile.passes.stage_flops import activation_bytes, attention_flops, expert_flops, tokens_of
+from disagmoe_compile.passes.stage_flops import attention_flops, expert_flops, tokens_of
 from disagmoe_compile.plan.ir import Stage, TensorSpec
 from disagmoe_compile.plan.topology import Role, Topology
 
@@ -45,21 +46,42 @@ def holding_stages(programs: ModelPrograms, fqns: Mapping[int, str], topology: T
 
 
 def filled_stages(
-    programs: ModelPrograms, fqns: Mapping[int, str], micro: Sizes, topology: Topology
+    programs: ModelPrograms,
+    fqns: Mapping[int, str],
+    micro: Sizes,
+    topology: Topology,
+    recomputed: Collection[Role] = (),
 ) -> tuple[Stage, ...]:
-    """The same with inputs, outputs, FLOPs and bytes of a micro-batch."""
+    """The same with inputs, outputs, FLOPs and bytes of a micro-batch. Stages of `recomputed` roles keep their inputs alone."""
     attention = {p.stage: p for p in programs.attention}
     experts = {p.stage: p for p in programs.experts}
+    kept = _kept_bytes(programs, micro, recomputed)
     filled = []
     for stage in holding_stages(programs, fqns, topology):
         if stage.role is Role.ATTENTION:
-            filled.append(_with_attention_sizes(stage, attention[stage.index], micro))
+            sized = _with_attention_sizes(stage, attention[stage.index], micro)
+            filled.append(replace(sized, activation_bytes=kept[stage.index]))
         else:
-            n_tokens = tokens_of(attention[stage.index - 1], micro)
-            filled.append(
-                _with_expert_sizes(stage, experts[stage.index], n_tokens, topology.attention_group_size)
-            )
+            n_tokens, n_sources = tokens_of(attention[stage.index - 1], micro), topology.attention_group_size
+            sized = _with_expert_sizes(stage, experts[stage.index], n_tokens, n_sources)
+            filled.append(replace(sized, activation_bytes=kept[stage.index] * n_sources))
     return tuple(filled)
+
+
+def _kept_bytes(programs: ModelPrograms, micro: Sizes, recomputed: Collection[Role]) -> dict[int, int]:
+    """Stage -> bytes kept for the backward of one attention rank's micro-batch, counted on the stages' own operations."""
+    costs = traced_costs(programs, micro)
+    samples = 1 if programs.batch_symbol is None else micro[programs.batch_symbol]
+    of_stage = {
+        **{2 * b: one for b, one in enumerate((*costs.attention, costs.head))},
+        **{2 * b + 1: one for b, one in enumerate(costs.experts)},
+    }
+    kept = {}
+    for index, one in of_stage.items():
+        is_recomputed = (Role.FFN if index % 2 else Role.ATTENTION) in recomputed
+        per_sample = one.activation_bytes_recompute if is_recomputed else one.activation_bytes
+        kept[index] = round(samples * per_sample)
+    return kept
 
 
 def owned_numels(
@@ -131,7 +153,6 @@ def _with_attention_sizes(stage: Stage, program: AttentionProgram, micro: Sizes)
         inputs=_input_specs(program.tensor_inputs, micro),
         outputs=tuple(TensorSpec(o.name, bind(o.shape, micro), dtype_name(o.dtype)) for o in program.outputs),
         forward_flops=attention_flops(program, micro),
-        activation_bytes=activation_bytes(program, micro),
     )
 
 
@@ -145,7 +166,6 @@ def _with_expert_sizes(stage: Stage, program: ExpertsProgram, n_tokens: int, n_s
         inputs=(rows, weights),
         outputs=(out,),
         forward_flops=expert_flops(program, n_tokens) * n_sources,
-        activation_bytes=rows.nbytes() + out.nbytes(),
     )
 
 

@@ -32,7 +32,7 @@ from disagmoe_compile.plan.exchange import RowExchange
 from disagmoe_compile.plan.files import load_plan
 from disagmoe_compile.plan.ir import Plan, Schedule, TensorSpec, Workload
 from disagmoe_compile.plan.sizing import Sizing
-from disagmoe_compile.plan.topology import Topology
+from disagmoe_compile.plan.topology import Role, Topology
 from disagmoe_compile.plan.transfers import BoundarySizes, build_transfers
 from disagmoe_compile.plan.validate import check
 from disagmoe_compile.planner.sizing_problem import microbatches_that_fill
@@ -86,7 +86,8 @@ def make_plan(
     workload = choose_workload(programs, sizes, topology, options)
     micro = microbatch_sizes(programs, sizes, workload.microbatch_size)
     boundaries = [boundary_sizes(a, e, micro) for a, e in zip(programs.attention, programs.experts)]
-    stages = filled_stages(programs, parameter_fqns, micro, topology)
+    recomputed = [role for role in Role if options.recompute in ("stage", role.value)]
+    stages = filled_stages(programs, parameter_fqns, micro, topology, recomputed)
     trains = programs.trains
     transfers = build_transfers(
         topology,

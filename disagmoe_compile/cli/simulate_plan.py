@@ -15,6 +15,7 @@ from rich.table import Table
 from disagmoe_compile.cli.output import Output
 from disagmoe_compile.cli.simulate_model import ModelRequest, Shown, render_results
 from disagmoe_compile.errors import InputError
+from disagmoe_compile.plan.completeness import peak_activation_bytes
 from disagmoe_compile.plan.serialize import from_dict
 from disagmoe_compile.plan.sizing import KIND, Sizing, parse_sizing
 from disagmoe_compile.plan.validate import check
@@ -109,8 +110,7 @@ def _actions(document: Any, path: Path, timeline: Path | None, request: ModelReq
     bound, critical = lower_bound(program), simulated.share(simulated.busiest())
     tokens = plan.workload.global_batch_size * plan.workload.tokens_per_sample
     step = float(simulated.makespan)
-    kept = {stage.index: stage.activation_bytes for stage in plan.stages}
-    peaks = {str(group): float(peak) for group, peak in simulated.peak_bytes(kept).items()}
+    peaks = {str(group): nbytes for group, nbytes in peak_activation_bytes(plan).items()}
     result = {
         "schedule": program.schedule.name,
         "step_s": step,

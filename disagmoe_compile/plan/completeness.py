@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from disagmoe_compile.plan.action import COMPUTE_KINDS, Action, ActionKind
 from disagmoe_compile.plan.ir import Direction, Plan, Schedule, Transfer, TransferKind
 from disagmoe_compile.plan.steps import BACKWARD_WEIGHTS, Message, Step, Steps, parts_of
 from disagmoe_compile.plan.structure import reduced_stages
-from disagmoe_compile.plan.topology import Group
+from disagmoe_compile.plan.topology import Group, Role
 from disagmoe_compile.plan.transfers import Routes
 from disagmoe_compile.plan.violation import Violation
 
@@ -199,14 +199,27 @@ def _held_by(step: Step) -> int:
     return -1 if step.action.kind in BACKWARD_WEIGHTS else 0
 
 
-def peak_residency(schedule: Schedule) -> dict[Group, int]:
-    """The most (stage, micro-batch) activations each group holds at once in a training schedule, lowered or not."""
+def peak_residency(schedule: Schedule, weights: Mapping[int, int] | None = None) -> dict[Group, int]:
+    """The most (stage, micro-batch) activations each group holds at once in a training schedule, lowered or not.
+
+    `weights`: of one activation of each stage; what is counted then is their sum.
+    """
     peaks: dict[Group, int] = {}
     for group, actions in schedule.actions.items():
         held = peak = 0
         for action in actions:
             for part in parts_of(action):
-                held += (part.kind is ActionKind.FORWARD) - (part.kind in BACKWARD_WEIGHTS)
+                weight = 1 if weights is None else weights[part.stage]
+                held += weight * ((part.kind is ActionKind.FORWARD) - (part.kind in BACKWARD_WEIGHTS))
                 peak = max(peak, held)
         peaks[group] = peak
     return peaks
+
+
+def peak_activation_bytes(plan: Plan) -> dict[Group, float]:
+    """The most bytes that a rank of each group keeps for backwards at once, where routing shares tokens out evenly."""
+    if plan.training is None:
+        return dict.fromkeys(plan.topology.groups, 0.0)
+    held = peak_residency(plan.training, {stage.index: stage.activation_bytes for stage in plan.stages})
+    ranks = {g: plan.topology.ffn_group_size if g.role is Role.FFN else 1 for g in held}
+    return {group: nbytes / ranks[group] for group, nbytes in held.items()}

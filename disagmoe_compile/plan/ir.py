@@ -94,6 +94,7 @@ class Stage:
 
     `owned_fqns`: those whose gradients this stage reduces; a parameter shared by stages of one group is owned by its lowest.
     FLOPs and bytes are of one micro-batch on one rank (experts: of the whole group, as routing decides the share).
+    `activation_bytes` is what it keeps for its backward; a stage compiler that recomputes pointwise operations keeps less.
     """
 
     index: int

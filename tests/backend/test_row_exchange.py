@@ -128,6 +128,8 @@ def test_nothing_reads_a_message_after_its_buffer_was_given_back(captured, monke
     monkeypatch.setattr(Buffers, "give", poison)
     run = run_captured(call, **WORLD, pipeline_groups=2, stage_compiler="aot_eager")
     assert len(given) > 50
+    allocated = sum(executor.worker.transport.buffers.allocated for executor in run.executors)
+    assert allocated < len(given), "later messages use the memory of earlier ones"
     assert_parity(run.loss, run.gradients, reference)
 
 

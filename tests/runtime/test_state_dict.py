@@ -11,9 +11,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from sharded_model import GatheringBackend, batch, make_model, topology, worst_parameter_error
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._state_dict_utils import _all_gather_sharded_tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from disagmoe_compile.errors import DisagMoEError
 from disagmoe_compile.plan.topology import Group, Role
 from disagmoe_compile.runtime.optimizer_hooks import OptimizerGuard
 from disagmoe_compile.runtime.placement import ParameterPlacement
@@ -142,8 +145,14 @@ def test_loading_restores_the_parts(
 
 
 def uneven_kind() -> tuple[str, tuple[int, ...], int]:
-    value = Trained(9, steps=1).model.state_dict()["experts"]
+    model = Trained(9, steps=1).model
+    value = model.state_dict()["experts"]
     assert isinstance(value, ShardedTensor)
+    with pytest.raises(DisagMoEError, match="split unevenly over ranks"):
+        _all_gather_sharded_tensor(value)
+    # no rank waits for those that hold no part of something: the state dict of each ends before it gathers
+    with pytest.raises(DisagMoEError, match=r"disagmoe_compile.full_state_dict\(model\)"):
+        get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     return type(value).__name__, tuple(value.shape), sum(s.tensor.shape[0] for s in value.local_shards())
 
 
