@@ -41,6 +41,7 @@ _TOLERANCE = 1e-3
 _COARSE_TOLERANCE = 5e-2  # 16-bit values, or autocast
 _COARSE_COUNTS = 0.3  # of counts: rounding sends some tokens to other experts
 _SCALE = 0.2  # of random parameters and activations
+_ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention")
 Sizes = dict[sympy.Symbol, int]
 
 
@@ -193,15 +194,38 @@ class _Probe:
         results = [*(r for r in output.args[0] if r not in sums), *self._predictions(program)]
         if not any(_differ(whole[result], part[result], tolerance) for result in results):
             return None
-        mixing = next(
-            (
-                n
-                for n in program.module.graph.nodes
-                if n.op != "output" and _differ(whole[n], part[n], tolerance)
-            ),
-            None,
-        )
-        return None if mixing is None else describe(mixing)
+        before: list[fx.Node] = []
+        for node in program.module.graph.nodes:
+            before.append(node)
+            if node.op != "output" and _differ(whole[node], part[node], tolerance):
+                self._check_attention(before, whole, part, tolerance)
+                return describe(node)
+        return None
+
+    def _check_attention(
+        self,
+        nodes: Sequence[fx.Node],
+        whole: Mapping[fx.Node, Any],
+        part: Mapping[fx.Node, Any],
+        tolerance: float,
+    ) -> None:
+        """Raises UnsupportedModelError where one of `nodes` is an attention over dimension 0 of the inputs: a model that has its
+        samples in another dimension. Each micro-batch would see a piece of every sequence.
+        """
+        for node in nodes:
+            if not is_tensor(node) or part[node].dim() != whole[node].dim():
+                continue
+            of_samples = [d for d, size in enumerate(shape(node)) if self.symbol in free_symbols((size,))]
+            attends = is_call(node.args[0] if is_call(node, "getitem") else node, *_ATTENTION)
+            if attends or (is_call(node, "softmax") and len(of_samples) > 1):
+                last = whole[node]
+                for dim in of_samples:
+                    last = last.narrow(dim, last.shape[dim] - part[node].shape[dim], part[node].shape[dim])
+                if _differ(last, part[node], tolerance):
+                    raise UnsupportedModelError(
+                        f"{describe(node)} attends over dimension 0 of the inputs, which is taken for the batch: pass inputs "
+                        "with the batch first, and transpose them inside the model"
+                    )
 
     def follows_samples(self, program: AttentionProgram, position: int, dim: int) -> bool:
         """Whether the last sample's rows of an output are those that it has alone. Ids are compared too: their order tells."""

@@ -1,13 +1,14 @@
 """A step as one node of the user's autograd graph: its inputs are all arguments of the call, its outputs what has a gradient.
 
 OnePhase   the loss alone has a gradient: forwards and backwards run inside the forward call, and `backward()` hands out gradients
-           that are already there. They are seeded with the last incoming gradient (a GradScaler's scale must be in the seed, or
-           fp16 gradients underflow) and corrected if the actual one differs.
+           that are already there. They are seeded with the last incoming gradient, and scaled if the actual one differs; where
+           something is computed in float16, whose gradients under- or overflow by their scale, the step runs again instead.
 TwoPhases  any output may have one: the forwards run in the call, the backwards in `backward()`, from what the script sends back.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,6 @@ import torch
 
 from disagmoe_compile.errors import DisagMoEError, InputError
 from disagmoe_compile.runtime.agreement import agree, batch_digest, gather_numbers
-from disagmoe_compile.runtime.executor import Executor
 from disagmoe_compile.runtime.stages import times_written
 from disagmoe_compile.runtime.worker import OutputGradient, Seeds
 
@@ -38,15 +38,12 @@ class OnePhase(torch.autograd.Function):
     def forward(
         ctx: Any, session: Session, prepared: Prepared, anchor: torch.Tensor, *arguments: object
     ) -> torch.Tensor:
-        ctx.session, ctx.seed = session, session.seed
-        executor = prepared.executor
-        scales = session.scales(arguments)
-        session.begin(executor, arguments, trains=True)
-        executor.worker.seeds = Seeds(numerators=tuple(scale * session.seed for scale in scales))
-        session.run(executor, prepared.actions)
-        loss = session.sum_loss(executor.worker, scales)
-        # a seed other than 1 is a GradScaler's: an overflow on one rank must be known to all, so that all skip the step
-        ctx.gradients = session.take_gradients(executor.worker, spread_overflows=session.seed != 1.0)
+        ctx.session, ctx.seed, ctx.number = session, session.seed, session.binding.history.start_call()
+        kept = session.without_updated_buffers(arguments) if session.half_precision else ()
+        ctx.call = _Call(prepared, kept, session.call_seed, _versions(kept))
+        scales = _run_step(session, prepared, arguments, session.call_seed)
+        loss = session.sum_loss(prepared.executor.worker, scales)
+        ctx.gradients = session.take_gradients(prepared.executor.worker)
         ctx.n_arguments = len(arguments)
         return loss
 
@@ -56,26 +53,46 @@ class OnePhase(torch.autograd.Function):
         if ctx.gradients is None:
             raise DisagMoEError(_AGAIN)
         gradients, ctx.gradients = ctx.gradients, None
+        session, call, ctx.call = ctx.session, ctx.call, None
         incoming = float(grad_output)
-        if incoming and incoming == incoming:  # neither zero nor NaN
-            ctx.session.seed = incoming
-        factor = incoming / ctx.seed
-        if factor != 1.0:
+        session.binding.history.note(ctx.number, incoming)
+        can_be_seed = incoming != 0 and math.isfinite(incoming)
+        if can_be_seed:
+            session.seed = incoming
+        if incoming != ctx.seed and can_be_seed and session.half_precision:
+            del gradients
+            _check_same_backward(session, ctx.number, call, [grad_output])
+            _run_step(session, call.prepared, call.arguments, call.seed_of_randomness)
+            gradients = session.take_gradients(call.prepared.executor.worker)
+            call.prepared.executor.worker.end()
+        elif incoming != ctx.seed:
+            factor = incoming / ctx.seed
             gradients = [None if g is None else g * factor for g in gradients]
         return (None, None, None, *_padded(gradients, ctx.n_arguments))
 
 
-@dataclass(slots=True)
-class _Forward:
-    """A call between its phases. `versions`: how often each argument had been written to when the forward saw it."""
+def _run_step(
+    session: Session, prepared: Prepared, arguments: Sequence[object], call_seed: int
+) -> tuple[float, ...]:
+    """Forwards and backwards of a call, the loss scaled by `session.seed`. Returns d loss / d numerator of each term."""
+    executor, scales = prepared.executor, session.scales(arguments)
+    session.begin(executor, arguments, call_seed, trains=True)
+    executor.worker.seeds = Seeds(numerators=tuple(scale * session.seed for scale in scales))
+    session.run(executor, prepared.actions)
+    return scales
 
-    executor: Executor
-    scales: tuple[float, ...]
-    number: int
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a backward needs of its call. `versions`: how often each argument had been written to when the forward saw it."""
+
+    prepared: Prepared
+    arguments: Sequence[object]
+    seed_of_randomness: int
     versions: tuple[int | None, ...]
 
     def changed_argument(self) -> int | None:
-        now = _versions(self.executor.worker.step.arguments)
+        now = _versions(self.arguments)
         return next((i for i, (a, b) in enumerate(zip(self.versions, now, strict=True)) if a != b), None)
 
 
@@ -94,14 +111,14 @@ class TwoPhases(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         executor = prepared.new_executor()
         scales = session.scales(arguments)
-        number = session.step_count
         kept = session.without_updated_buffers(arguments)
-        session.begin(executor, kept, trains=True)
+        session.begin(executor, kept, session.call_seed, trains=True)
         session.run(executor, prepared.actions)
         outputs = session.gather(prepared, executor.worker, scales)
         session.update_buffers(executor.worker, arguments)
-        ctx.session, ctx.prepared, ctx.n_arguments = session, prepared, len(arguments)
-        ctx.forward_done = _Forward(executor, scales, number, _versions(kept))
+        ctx.session, ctx.n_arguments, ctx.scales = session, len(arguments), scales
+        ctx.number = session.binding.history.start_call()
+        ctx.executor, ctx.call = executor, _Call(prepared, kept, session.call_seed, _versions(kept))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *(value for one, value in zip(session.gathered, outputs, strict=True) if not one.requires_grad)
@@ -111,28 +128,28 @@ class TwoPhases(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *incoming: torch.Tensor | None) -> tuple[object, ...]:
-        if ctx.forward_done is None:
+        if ctx.executor is None:
             raise DisagMoEError(_AGAIN)
-        done, ctx.forward_done = ctx.forward_done, None
-        session, prepared, executor = ctx.session, ctx.prepared, done.executor
-        _check_same_backward(session, done, incoming)
-        executor.worker.seeds = _seeds(session, done.scales, incoming)
-        session.run(executor, prepared.backward_actions)
-        # whether a GradScaler made the incoming gradients cannot be told from them
+        session, executor, ctx.executor = ctx.session, ctx.executor, None
+        _check_same_backward(session, ctx.number, ctx.call, incoming)
+        executor.worker.seeds = _seeds(session, ctx.scales, incoming)
+        session.run(executor, ctx.call.prepared.backward_actions)
+        ctx.call = None
         seeded = [o.index for o, g in zip(session.gathered, incoming, strict=True) if g is not None]
         reached = session.reached(frozenset(seeded))
-        gradients = session.take_gradients(executor.worker, spread_overflows=True, reached=reached)
+        gradients = session.take_gradients(executor.worker, reached)
         executor.worker.end()
         return (None, None, None, *_padded(gradients, ctx.n_arguments))
 
 
-def _check_same_backward(session: Session, done: _Forward, incoming: Sequence[torch.Tensor | None]) -> None:
+def _check_same_backward(
+    session: Session, number: int, call: _Call, incoming: Sequence[torch.Tensor | None]
+) -> None:
     """Collective. Raises on every rank where ranks run other backwards, or an argument was written to since the forward."""
-    with session.explained("comparing gradients"):
-        digest = batch_digest(["backward", done.number, *incoming])
-        agree("the gradients that backward() starts from", digest, session.world, _SAME_GRADIENTS)
-        changed = done.changed_argument()
-        flags = gather_numbers((float(changed is not None),), session.world)[:, 0].tolist()
+    compared = {"the gradients that backward() starts from": batch_digest([number, *incoming])}
+    agree("backward()", compared, session.world, _SAME_GRADIENTS)
+    changed = call.changed_argument()
+    flags = gather_numbers("backward()", (float(changed is not None),), session.world)[:, 0].tolist()
     if any(flags):
         where = f"a parameter of rank {flags.index(1.0)}" if changed is None else session.name_of(changed)
         raise InputError(

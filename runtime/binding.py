@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from disagmoe_compile.errors import DisagMoEError, InputError, UnsupportedModelError
 from disagmoe_compile.runtime.agreement import agree
+from disagmoe_compile.runtime.history import BackwardHistory
 from disagmoe_compile.runtime.hollow import hollow_like
 from disagmoe_compile.runtime.pending import give, pending_of, values_for
 from disagmoe_compile.runtime.placement import ParameterPlacement
@@ -76,7 +77,8 @@ class BoundParameter:
 
     def check(self, current: torch.Tensor) -> None:
         """Raises DisagMoEError if `current`, the parameter of this call, is not what was bound."""
-        if self.parameter is not current:
+        bound = self.reference()
+        if bound is None or bound is not current:
             raise self._changed(
                 "was replaced by another Parameter", "assign to its .data or use load_state_dict"
             )
@@ -96,10 +98,11 @@ class BoundParameter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holder:
-    """`group` is the control group of all ranks of the model: messages on CPU tensors."""
+    """`group` is the control group of all ranks of the model: messages on CPU tensors. `history`: of the model."""
 
     bound: BoundParameter
     group: dist.ProcessGroup
+    history: BackwardHistory = field(default_factory=BackwardHistory)
 
 
 HOLDERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # nn.Parameter -> Holder
@@ -120,6 +123,7 @@ class Binding:
     rank: int
     group: dist.ProcessGroup
     payload_group: dist.ProcessGroup
+    history: BackwardHistory = field(default_factory=BackwardHistory)
     _by_fqn: dict[str, BoundParameter] = field(default_factory=dict)
 
     def __contains__(self, fqn: str) -> bool:
@@ -182,7 +186,8 @@ class Binding:
         if not fresh:
             return {}
         origins = [one.values.identity if (one := pending_of(p)) else "rank 0" for p, _, _ in fresh]
-        agree("where parameters get their first values", "\n".join(origins), self.group, _SAME_ORIGIN)
+        compared = {"where parameters get their first values": "\n".join(origins)}
+        agree("the binding of a model", compared, self.group, _SAME_ORIGIN)
         waiting = [(p, placement) for p, _, placement in fresh if pending_of(p)]
         owned = [(p, at.ranges[self.rank]) for p, at in waiting if self.rank in at.ranges]
         nothing = {
@@ -211,7 +216,7 @@ class Binding:
         if part is None:
             part = _distribute(parameter.data, placement, self.rank, self.payload_group)
         give(parameter, part)
-        HOLDERS[parameter] = Holder(bound, self.group)
+        HOLDERS[parameter] = Holder(bound, self.group, self.history)
         self._by_fqn.update(dict.fromkeys(fqns, bound))
         return bound
 

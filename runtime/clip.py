@@ -75,5 +75,5 @@ def _norms_of_all_ranks(
     gradients: list[torch.Tensor], norm_type: float, foreach: bool | None, group: dist.ProcessGroup
 ) -> list[float]:
     local = float(get_total_norm(gradients, norm_type, foreach=foreach)) if gradients else 0.0
-    everyone: list[float] = gather_numbers((local,), group)[:, 0].tolist()
+    everyone: list[float] = gather_numbers("clip_grad_norm_()", (local,), group)[:, 0].tolist()
     return everyone

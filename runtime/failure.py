@@ -90,6 +90,8 @@ def describe_failure(
     report; else a rank without a pulse; else the ranks of `peers` that this action waited for. An error of our
     own making is reported as the first, and returned as it is. `on_timeout` gets the pulses and the silent ranks.
     """
+    if isinstance(error, PeerError):
+        return error  # described where it arose
     is_timeout = isinstance(error, TimeoutError) or any(sign in str(error).lower() for sign in _TIMEOUT_SIGNS)
     is_broken = is_lost_connection(str(error)) or isinstance(error, ConnectionError)
     reason = _one_line(error)

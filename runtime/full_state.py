@@ -19,12 +19,13 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     where it stands, on every rank. Each message waits at most the model's `timeout_s`.
     """
     module: nn.Module = getattr(model, "_orig_mod", model)
+    state = module.state_dict()  # first: by its hooks a copy of a spread model gets to know that it is one
     parameters = dict(module.named_parameters(remove_duplicate=False))
     holders = {name: holder for name, p in parameters.items() if (holder := holder_of(p)) is not None}
     is_target = not holders or next(iter(holders.values())).bound.rank == 0
     found: dict[str, torch.Tensor] = {}
     whole: dict[int, torch.Tensor] = {}  # tied parameters travel once
-    for name, value in module.state_dict().items():
+    for name, value in state.items():
         holder = holders.get(name)
         if holder is not None:
             key = id(parameters[name])

@@ -3,7 +3,7 @@ several ranks.
 
 1. A step after torch.compile(backend="disagmoe") but before the first call raises: each rank would train a
 model of its own. 2. State of global shape is cut to this rank's part (optimizer_state.py). 3. All ranks
-compare which parameters the optimizer holds and by which factor its gradients were scaled since backward; a
+compare which parameters the optimizer holds, which backwards ran and by which factor its gradients were scaled since; a
    difference raises, because a rank's own norm is not the model's: `disagmoe_compile.clip_grad_norm_` is.
 
 Only optimizers that hold bound parameters take part; all ranks must step them in the same order, as one
@@ -19,7 +19,6 @@ from typing import Any
 from weakref import WeakMethod, WeakSet
 
 import torch
-import torch.distributed as dist
 import torch.optim.optimizer as optim
 from torch import nn
 
@@ -27,6 +26,7 @@ from disagmoe_compile.errors import DisagMoEError, DivergenceError
 from disagmoe_compile.runtime.agreement import gather_numbers
 from disagmoe_compile.runtime.binding import Binding, Holder, holder_of
 from disagmoe_compile.runtime.gradient_scale import GradientScale
+from disagmoe_compile.runtime.history import SAME_BACKWARDS
 from disagmoe_compile.runtime.optimizer_state import slice_optimizer_state
 
 _DIGEST_BITS = 48  # exact in a float64
@@ -83,6 +83,7 @@ class OptimizerGuard:
                     "made no graph of it"
                 )
             return
+        check_works_on_parts(optimizer, [holder for _, holder in held])
         slice_optimizer_state(optimizer)
         parameters = [p for p, _ in held]
         scale, tolerance = self._scale.measure(parameters)
@@ -96,21 +97,50 @@ class OptimizerGuard:
                     meet(optimizer)
 
 
+def check_works_on_parts(optimizer: torch.optim.Optimizer, holders: Sequence[Holder]) -> None:
+    """Raises DisagMoEError for optimizers of torch whose step of a part is not the part of the whole's step."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise DisagMoEError(
+            f"{name} works with sums over all parameters, which are spread over ranks: use an optimizer that works element by "
+            "element"
+        )
+    split = [holder.bound.fqn for holder in holders if holder.bound.placement.is_split]
+    if split and isinstance(optimizer, torch.optim.Adafactor):
+        raise DisagMoEError(
+            f"{name} scales by norms over a whole parameter, and {split[0]} is split over ranks by expert: use an optimizer that "
+            "works element by element for such parameters, or ffn_group_size=1"
+        )
+
+
+def _as_number(data: bytes) -> float:
+    digest = hashlib.blake2b(data, digest_size=_DIGEST_BITS // 8).digest()
+    return float(int.from_bytes(digest, "little"))
+
+
+def _same_on_all(of_rank: torch.Tensor, message: str) -> None:
+    different = [rank for rank, value in enumerate(of_rank.tolist()) if value != of_rank[0].item()]
+    if different:
+        raise DivergenceError("optimizer.step(): " + message.format(different[0]))
+
+
 def compare_steps(held: Sequence[tuple[nn.Parameter, Holder]], scale: float | None, tolerance: float) -> None:
     """Collective over the control group. Raises DivergenceError on all ranks.
 
     `scale` None takes part without an opinion. The tolerance of the coarsest gradients of any rank counts.
     """
     names = ",".join(sorted(holder.bound.fqn for _, holder in held)).encode()
-    digest = int.from_bytes(hashlib.blake2b(names, digest_size=_DIGEST_BITS // 8).digest(), "little")
-    group: dist.ProcessGroup = held[0][1].group
-    numbers = gather_numbers((math.nan if scale is None else scale, tolerance, float(digest)), group)
-    different = [rank for rank, value in enumerate(numbers[:, 2].tolist()) if value != numbers[0, 2].item()]
-    if different:
-        raise DivergenceError(
-            f"optimizer.step(): the optimizer of rank {different[0]} holds other parameters of the model than rank 0's; build "
-            "the same optimizer on every rank"
-        )
+    backwards = b"".join({id(h.history): h.history.digest for _, h in held}.values())
+    mine = (math.nan if scale is None else scale, tolerance, _as_number(names), _as_number(backwards))
+    numbers = gather_numbers("optimizer.step()", mine, held[0][1].group)
+    _same_on_all(
+        numbers[:, 2],
+        "the optimizer of rank {} holds other parameters of the model than rank 0's; build the same optimizer on every rank",
+    )
+    _same_on_all(
+        numbers[:, 3],
+        "rank {} differs from rank 0 in " + SAME_BACKWARDS + "; every rank must run the same ones",
+    )
     scales = {rank: value for rank, value in enumerate(numbers[:, 0].tolist()) if not math.isnan(value)}
     if not scales:
         return

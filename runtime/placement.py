@@ -47,6 +47,11 @@ class ParameterPlacement:
     def is_sharded(self) -> bool:
         return None not in self.ranges.values()
 
+    @property
+    def is_split(self) -> bool:
+        """Whether no rank has all of it."""
+        return self.is_sharded and len(self.ranges) > 1
+
     def shape_on(self, rank: int) -> tuple[int, ...]:
         """Shape of this rank's part; a rank that owns nothing holds an empty tensor of the same number of
         dimensions.

@@ -22,7 +22,7 @@ from torch._guards import ChainedSource, Source, TracingContext
 from disagmoe_compile.errors import DisagMoEError
 from disagmoe_compile.runtime import pending
 from disagmoe_compile.runtime.binding import HOLDERS, holder_of
-from disagmoe_compile.runtime.hollow import is_hollow
+from disagmoe_compile.runtime.hollow import hollow, is_hollow
 
 _PARKED: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]] = []
 
@@ -109,7 +109,10 @@ def _hollow_out(_: CallbackArgs) -> None:
         if holder.bound.is_resharded and not is_hollow(parameter):
             _PARKED.append((parameter, parameter.data, parameter.grad))
             parameter.grad = None  # a gradient must have its parameter's shape
-            parameter.data = holder.bound.hollow
+            whole = holder.bound.hollow
+            if parameter.dtype != whole.dtype:  # converted: it must trace, for the call to say so
+                whole = hollow(tuple(whole.shape), whole.stride(), parameter.dtype, whole.device)
+            parameter.data = whole
     pending.hollow_out()
 
 

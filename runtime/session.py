@@ -30,7 +30,7 @@ from disagmoe_compile.runtime.binding import Binding
 from disagmoe_compile.runtime.buffer_sums import BufferUpdate, apply_updates
 from disagmoe_compile.runtime.executor import Executor
 from disagmoe_compile.runtime.failure import default_store, describe_failure
-from disagmoe_compile.runtime.nonfinite import spread_nonfinite
+from disagmoe_compile.runtime.history import SAME_BACKWARDS
 from disagmoe_compile.runtime.outputs import Output, UnmaterialisedOutput, gather
 from disagmoe_compile.runtime.retrace import present_global_shapes
 from disagmoe_compile.runtime.rng import draw_call_seed
@@ -99,18 +99,20 @@ class Session:
         uses_rng: bool,
         trains: bool,
         two_phases: bool,
+        half_precision: bool,
         reached: Callable[[frozenset[int]], frozenset[int]],
         world: dist.ProcessGroup,
     ) -> None:
         """By position of the argument: `parameters`, `inputs`, and which of these want a gradient (`input_gradients`).
 
+        `half_precision`: whether anything is computed in float16, where gradients depend on the scale of the loss.
         `reached`: from indices of outputs to the arguments that gradients into these outputs reach.
         """
-        self._binding, self._prepare = binding, prepare
+        self.binding, self._prepare = binding, prepare
         self._loss, self._outputs, self._buffer_updates = loss, outputs, buffer_updates
         self._parameters, self._inputs, self._input_gradients = parameters, inputs, input_gradients
         self._uses_rng, self._trains, self._two_phases = uses_rng, trains, two_phases
-        self.world, self.reached = world, reached
+        self.world, self.reached, self.half_precision = world, reached, half_precision
         self.gathered = [one for one in outputs if one.is_gathered]
         self.seed = 1.0
         self._prepared: Prepared | None = None
@@ -145,7 +147,7 @@ class Session:
 
     @property
     def parameter_bytes(self) -> int:
-        return self._binding.local_bytes
+        return self.binding.local_bytes
 
     @property
     def _current(self) -> Prepared:
@@ -157,16 +159,9 @@ class Session:
     def __call__(self, *arguments: object) -> tuple[object, ...]:
         present_global_shapes()
         with self.explained("checking parameters"):
-            self._binding.check({fqn: arguments[i] for i, fqn in self._parameters.items()})  # type: ignore[misc]
-        self._call_seed = draw_call_seed() if self._uses_rng else 0
-        with self.explained("comparing batches"):
-            inputs = [arguments[i] for i in self._inputs]
-            agree(
-                "the batch or the random seed",
-                batch_digest(["call", *inputs, self._call_seed]),
-                self.world,
-                _SAME_BATCH,
-            )
+            self.binding.check({fqn: arguments[i] for i, fqn in self._parameters.items()})  # type: ignore[misc]
+        self.call_seed = draw_call_seed() if self._uses_rng else 0
+        self._compare_call([arguments[i] for i in self._inputs])
         with self.explained("planning and compiling"):
             self._prepared = prepared = self._prepare(arguments)
         self._warn_of_gathering(prepared)
@@ -188,9 +183,17 @@ class Session:
         Session.answered += 1
         return tuple(self._returned(one, values, prepared) for one in self._outputs)
 
+    def _compare_call(self, inputs: Sequence[object]) -> None:
+        """Collective. Raises DivergenceError on every rank where ranks call with other batches, or did other things before."""
+        compared = {
+            SAME_BACKWARDS: self.binding.history.digest,
+            "the batch or the random seed": batch_digest([*inputs, self.call_seed]),
+        }
+        agree("a call of the model", compared, self.world, _SAME_BATCH)
+
     def _forward_alone(self, prepared: Prepared, arguments: Sequence[object]) -> tuple[torch.Tensor, ...]:
         executor = prepared.executor
-        self.begin(executor, arguments, trains=False)
+        self.begin(executor, arguments, self.call_seed, trains=False)
         self.run(executor, prepared.actions)
         outputs = self.gather(prepared, executor.worker, self.scales(arguments))
         self.update_buffers(executor.worker, arguments)
@@ -218,7 +221,7 @@ class Session:
         """What the autograd node takes: an anchor, which makes `backward()` the same line on a rank that owns no trained
         parameter; then the arguments, parameters that live elsewhere without their history: their hooks must not run here.
         """
-        elsewhere = {i for i, fqn in self._parameters.items() if not self._binding[fqn].is_owned}
+        elsewhere = {i for i, fqn in self._parameters.items() if not self.binding[fqn].is_owned}
         anchor = torch.zeros((), requires_grad=True)
         return [anchor, *(a.detach() if i in elsewhere else a for i, a in enumerate(arguments))]  # type: ignore[attr-defined]
 
@@ -231,9 +234,9 @@ class Session:
         updated = {update.position for update in self._buffer_updates}
         return [a.clone() if i in updated else a for i, a in enumerate(arguments)]  # type: ignore[attr-defined]
 
-    def begin(self, executor: Executor, arguments: Sequence[object], *, trains: bool) -> None:
+    def begin(self, executor: Executor, arguments: Sequence[object], call_seed: int, *, trains: bool) -> None:
         parameters = {fqn: arguments[i].detach() for i, fqn in self._parameters.items()}  # type: ignore[attr-defined]
-        executor.begin(StepInputs(arguments, parameters, self._call_seed, trains), self.step_count)
+        executor.begin(StepInputs(arguments, parameters, call_seed, trains), self.step_count)
         self._events.append(executor.events)
         self.step_count += 1
 
@@ -271,20 +274,14 @@ class Session:
         dist.broadcast(tensor, rank, group=self.world)
 
     def take_gradients(
-        self, worker: Worker, *, spread_overflows: bool, reached: frozenset[int] | None = None
+        self, worker: Worker, reached: frozenset[int] | None = None
     ) -> list[torch.Tensor | None]:
         """By argument position, of parameters that this rank owns and of inputs; the worker's are gone afterwards. None where
         nothing leads to, as in eager: of all arguments but those `reached`.
-
-        With `spread_overflows` (collective) a gradient that is not finite on one rank is made known to all, so that a GradScaler
-        skips the step on all of them.
         """
         if reached is not None:
             names = {fqn for position, fqn in self._parameters.items() if position in reached}
             worker.gradients = {fqn: g for fqn, g in worker.gradients.items() if fqn in names}
-        if spread_overflows:
-            with self.explained("looking for overflows"):
-                spread_nonfinite(list(worker.gradients.values()), self.world)
         positions = [*self._parameters, *self._input_gradients]
         found: list[torch.Tensor | None] = [None] * (1 + max(positions, default=-1))
         for position, fqn in self._parameters.items():

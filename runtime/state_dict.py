@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from disagmoe_compile.errors import DisagMoEError
 from disagmoe_compile.runtime.binding import Binding, BoundParameter
+from disagmoe_compile.runtime.model_hooks import Family, ModelHook, refuse_eager_call
 from disagmoe_compile.runtime.placement import ParameterPlacement
 from disagmoe_compile.runtime.process_group import PipelineGroups
 
@@ -71,22 +72,18 @@ class _SizeOfUnevenParts(tuple[int, ...]):
 class StateDicts:
     """The global view of one model's bound parameters and of optimizer state laid out like them."""
 
-    def __init__(self, binding: Binding, groups: PipelineGroups) -> None:
+    def __init__(self, module: nn.Module, binding: Binding, groups: PipelineGroups) -> None:
         self._binding, self._groups = binding, groups
+        self._family = Family(module, binding)
         self._meshes: dict[tuple[tuple[int, ...], str], DeviceMesh] = {}
 
     def install(self, module: nn.Module) -> None:
         """Hooks `module`, the root that was compiled: its `state_dict()` becomes global, `load_state_dict()`
-        takes global tensors (whole, DTensor or ShardedTensor) and keeps this rank's part.
+        takes global tensors (whole, DTensor or ShardedTensor) and keeps this rank's part. So do its copies.
         """
-
-        def after_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-            self._after_state_dict(module, state, prefix)
-
-        module.register_state_dict_post_hook(
-            after_state_dict
-        )  # torch marks the hook, so it cannot be a bound method
-        module.register_load_state_dict_pre_hook(self._before_load)
+        module.register_state_dict_post_hook(ModelHook(self._after_state_dict))
+        module.register_load_state_dict_pre_hook(ModelHook(self._before_load))
+        module.register_forward_pre_hook(refuse_eager_call)
 
     def install_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Its `state_dict()` becomes global; what it loads is cut to parts at the next step
@@ -123,20 +120,14 @@ class StateDicts:
                 self._meshes[key] = DeviceMesh(device_type, ranks, _init_backend=False)
         return self._meshes[key]
 
-    def _bound_of(self, module: nn.Module) -> dict[str, BoundParameter]:
-        """By identity: names in the graph need not be the module's, and tied parameters have several."""
-        known = {id(bound.reference()): bound for bound in self._binding.bound}
-        named = module.named_parameters(remove_duplicate=False)
-        return {name: known[id(parameter)] for name, parameter in named if id(parameter) in known}
-
-    def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        for name, bound in self._bound_of(module).items():
+    def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, bound in self._family.bound_of(module).items():
             value = state.get(prefix + name)
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor | ShardedTensor):
                 state[prefix + name] = self.to_global(value, bound)
 
     def _before_load(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        for name, bound in self._bound_of(module).items():
+        for name, bound in self._family.bound_of(module).items():
             if prefix + name in state:
                 state[prefix + name] = to_local(state[prefix + name], bound)
 
@@ -216,6 +207,6 @@ def install(
     module: nn.Module, binding: Binding, groups: PipelineGroups
 ) -> Callable[[torch.optim.Optimizer], None]:
     """Hooks the model; returns what to give to `OptimizerGuard.watch(on_first_step=...)` for its optimizers."""
-    views = StateDicts(binding, groups)
+    views = StateDicts(module, binding, groups)
     views.install(module)
     return views.install_optimizer

@@ -24,6 +24,7 @@ from disagmoe_compile.plan.topology import Topology
 from disagmoe_compile.runtime.agreement import agree, broadcast_text
 from disagmoe_compile.runtime.binding import Binding, bind
 from disagmoe_compile.runtime.optimizer_hooks import OptimizerGuard
+from disagmoe_compile.runtime.overflows import share_overflows
 from disagmoe_compile.runtime.pending import fill
 from disagmoe_compile.runtime.placement import placements
 from disagmoe_compile.runtime.process_group import PipelineGroups
@@ -55,15 +56,17 @@ def bound_model(captured: CapturedGraph, partition: PartitionResult, options: Op
     """
     world = dist.group.WORLD
     assert world is not None
-    agree("the captured graph", partition.fingerprint, world, _SAME_MODEL)
+    root = root_module()
+    known = _MODELS.get(root)
+    # a known model's group: a rank that traces it anew meets those that call it, and all are told
+    meeting = world if known is None else known.groups.world
+    agree("the trace of a model", {"the captured graph": partition.fingerprint}, meeting, _SAME_MODEL)
     for one in captured.inputs:
         if one.kind is InputKind.BUFFER:
             _take_from_rank_zero(captured.example_inputs[one.position], world)
-    root = root_module()
     fqns = captured.parameter_names()
     parameters = {fqn: captured.example_inputs[position] for position, fqn in fqns.items()}
     sizes = captured.sizes(captured.example_inputs)
-    known = _MODELS.get(root)
     if known is None:
         chosen = json.loads(from_rank_zero(lambda: _sizes_text(partition, sizes, options), world))
         topology, in_flight = Topology(**chosen["topology"]), chosen["in_flight"]
@@ -77,6 +80,7 @@ def bound_model(captured: CapturedGraph, partition: PartitionResult, options: Op
         fill(
             root
         )  # what this graph does not read has no owner, and is whole on every rank, as it would have been
+        share_overflows()
         OPTIMIZER_GUARD.watch(binding, on_first_step=install(root, binding, groups))
         transport = ProcessGroupTransport(topology, groups.lanes, groups.replicas, options.timeout_s)
         known = _MODELS[root] = BoundModel(topology, in_flight, groups, binding, transport)

@@ -19,6 +19,7 @@ from disagmoe_compile.config import Options
 from disagmoe_compile.inspect.dump import GraphDumper
 from disagmoe_compile.inspect.structured import structured_trace
 from disagmoe_compile.passes.gradient_reach import reached_inputs
+from disagmoe_compile.passes.metadata import value
 from disagmoe_compile.passes.pipeline import PartitionResult
 from disagmoe_compile.passes.probe import check_order_of_samples
 from disagmoe_compile.passes.program import InputKind, LossProgram, ModelPrograms, bind
@@ -88,6 +89,7 @@ def make_session(
         uses_rng=any(program.uses_rng for program in programs.attention),
         trains=trains,
         two_phases=two_phases,
+        half_precision=computes_in_half_precision(captured),
         reached=functools.cache(functools.partial(reached_inputs, programs)),
         world=model.groups.world,
     )
@@ -105,6 +107,12 @@ def outputs_of(programs: ModelPrograms, *, gathers: bool) -> list[Output]:
             Output(one.index, one.dtype, one.stage, one.constant, one.requires_grad, one.batch_dim, missing)
         )
     return outputs
+
+
+def computes_in_half_precision(captured: CapturedGraph) -> bool:
+    """Whether a value of the graph is float16, be it by its parameters or under autocast."""
+    values = map(value, captured.graph_module.graph.nodes)
+    return any(isinstance(one, torch.Tensor) and one.dtype is torch.float16 for one in values)
 
 
 def make_loss(program: LossProgram) -> Loss:

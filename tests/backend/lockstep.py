@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -138,6 +140,15 @@ def outcomes_of_bad_calls(case: Case) -> dict[str, str]:
     attempt("touching logits", lambda: output.logits.sum())
     attempt("twice backward", lambda: (output.loss.backward(retain_graph=True), output.loss.backward()))
     attempt("other batches", lambda: compiled(**batch(case, 100 + rank)))
+    attempt("eager call", lambda: model(**batch(case, 2)))
+    attempt("eager call of a copy", lambda: copy.deepcopy(model)(**batch(case, 2)))
+    attempt("pickled", lambda: torch.save(model, io.BytesIO()))
+    loss = compiled(**batch(case, 2)).loss
+    if rank != 1:
+        loss.backward()
+    attempt("step after a skipped backward", optimizer.step)
+    attempt("call after a skipped backward", lambda: compiled(**batch(case, 3)))
+    attempt("converted", lambda: (model.half(), compiled(**batch(case, 2))))
     torch._dynamo.reset()
     attempt(
         "no MoE region",

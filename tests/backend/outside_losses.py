@@ -197,6 +197,9 @@ def outcomes_of_bad_backwards(options: Mapping[str, Any]) -> dict[str, Any]:
     attempt("second derivative", lambda: _second_derivative(model, compiled, ids))
     attempt("other losses", lambda: ((1 + rank) * cross_entropy(compiled(ids), ids)).backward())
     attempt("parameter changed", after_step)
+    skipped = cross_entropy(compiled(ids), ids)
+    attempt("skipped", skipped.backward if rank == 0 else optimizer.step)
+    del skipped
     before = _executors()
     for _ in range(3):
         compiled(ids)

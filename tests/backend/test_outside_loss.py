@@ -71,5 +71,6 @@ def test_backwards_that_cannot_be_right_are_one_clear_line_and_the_next_call_wor
             "rank 1 differs from rank 0 in the gradients that backward() starts from" in told["other losses"]
         )
         assert "was changed in place after the forward" in told["parameter changed"]
+        assert "rank 1 is at optimizer.step() where rank 0 is at backward()" in told["skipped"]
         assert told["executors left"] == 0
         assert told["afterwards"] == "no error"

@@ -102,29 +102,53 @@ def optimizers_and_schedulers(options: Options) -> Errors:
 
 
 def gradient_scaler_with_an_overflow(options: Options) -> Errors:
-    """Half precision; the third step overflows, and every rank must skip it and halve the scale."""
-    both = Lockstep(tiny, sgd, options)
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in both.sides]
+    """Half precision. The scale overflows from the first step on, later grows by itself, and once the model overflows: every rank
+    must skip the same steps as eager. Then a loss outside the model, and an optimizer without parameters on FFN ranks."""
+    inside = Lockstep(tiny, sgd, options)
+    _scaled_steps(inside, "half precision", _loss_inside, init_scale=2.0**20, overflow_at=6)
+    outside = Lockstep(lambda: _freeze(tiny(), lambda name: "moe" not in name), sgd, options)
+    _scaled_steps(outside, "half precision outside", _loss_outside, init_scale=2.0**20, overflow_at=6)
+    return {**inside.errors, **outside.errors}
+
+
+def _loss_inside(call: Callable[..., Any], batch: Mapping[str, Tensor]) -> Tensor:
+    return call(**batch).loss
+
+
+def _loss_outside(call: Callable[..., Any], batch: Mapping[str, Tensor]) -> Tensor:
+    logits = call(batch["input_ids"]).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten())
+
+
+def _scaled_steps(
+    both: Lockstep,
+    name: str,
+    loss_of: Callable[[Callable[..., Any], Mapping[str, Tensor]], Tensor],
+    init_scale: float,
+    overflow_at: int,
+) -> None:
     scales: list[list[float]] = [[], []]
-    for step in range(5):
-        optimizers = (both.optimizer, both.twin_optimizer)
-        for (call, model), scaler, optimizer, kept in zip(
-            both.sides, scalers, optimizers, scales, strict=True
-        ):
-            if step in (2, 3):  # beyond the largest number of half precision, and back
+    optimizers = (both.optimizer, both.twin_optimizer)
+    for (call, model), optimizer, kept in zip(both.sides, optimizers, scales, strict=True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=2)
+        for step in range(overflow_at + 3):
+            if step in (
+                overflow_at,
+                overflow_at + 1,
+            ):  # beyond the largest number of half precision, and back
                 with torch.no_grad():
-                    model.norm.weight.mul_(2.0**20 if step == 2 else 2.0**-20)
+                    model.norm.weight.mul_(2.0**20 if step == overflow_at else 2.0**-20)
             with torch.autocast("cpu", dtype=torch.float16):
-                loss = call(**make_batch(step)).loss
+                loss = loss_of(call, make_batch(step))
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
             kept.append(scaler.get_scale())
-    assert scales[1][2] == scales[1][1] / 2, scales  # it did overflow
-    both.note("scales", torch.tensor(scales[0]), torch.tensor(scales[1]))
-    both.compare_parameters("half precision")
-    return both.errors
+    changes = [after / before for before, after in zip([init_scale, *scales[1]], scales[1])]
+    assert changes[0] == 0.5 and 2 in changes and changes[overflow_at] == 0.5, scales
+    both.note(f"scales, {name}", *map(torch.tensor, scales))
+    both.compare_parameters(name)
 
 
 def _freeze(model: nn.Module, trains: Callable[[str], bool]) -> nn.Module:

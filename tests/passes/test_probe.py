@@ -138,3 +138,40 @@ class MasksARow(torch.nn.Module):
 def test_values_that_are_nan_for_every_sample_mix_nothing():
     captured, _ = capture_model(MasksARow(), {"x": torch.randn(4, 7, 6)})
     assert partition_model(captured).batch_coupled == ()
+
+
+class SequenceFirst(torch.nn.Module):
+    """Inputs [length, batch, features]: what attends over dimension 0 is right, and what takes it for the batch is not."""
+
+    def __init__(self, attend) -> None:
+        super().__init__()
+        self.layer, self.attend = torch.nn.Linear(6, 6), attend
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y.square().sum(), x + self.attend(y)
+
+
+def with_torch(y):
+    heads = y.unflatten(-1, (2, 3)).permute(1, 2, 0, 3)
+    return F.scaled_dot_product_attention(heads, heads, heads).permute(2, 0, 1, 3).flatten(2)
+
+
+def written_out(y):
+    batch_first = y.transpose(0, 1)
+    return ((batch_first @ batch_first.mT).softmax(-1) @ batch_first).transpose(0, 1)
+
+
+@pytest.mark.parametrize("attend", [with_torch, written_out])
+def test_attention_over_what_would_be_the_batch_is_refused(attend):
+    captured, _ = capture_model(SequenceFirst(attend), {"x": torch.randn(7, 4, 6)})
+    with pytest.raises(UnsupportedModelError, match="pass inputs with the batch first"):
+        partition_model(captured)
+
+
+@pytest.mark.parametrize("attend", [with_torch, written_out])
+def test_attention_within_samples_is_not(attend):
+    captured, _ = capture_model(
+        SequenceFirst(lambda y: attend(y.transpose(0, 1)).transpose(0, 1)), {"x": torch.randn(7, 4, 6)}
+    )
+    assert partition_model(captured).batch_coupled == ()

@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from disagmoe_compile.runtime.agreement import agree, batch_digest, broadcast_text
+from disagmoe_compile.runtime.agreement import agree, batch_digest, broadcast_text, gather_numbers
 from disagmoe_compile.testing.pool import GlooPool
 
 
 def compare(values: list[str]) -> None:
-    agree("the batch", values[dist.get_rank()], dist.group.WORLD, "pass the same global batch to every rank")
+    compared = {"the seed": "7", "the batch": values[dist.get_rank()]}
+    agree("a call", compared, dist.group.WORLD, "pass the same global batch to every rank")
 
 
 def test_equal_values_pass(pool: GlooPool) -> None:
@@ -30,6 +31,28 @@ def test_a_difference_raises_on_every_rank_and_names_who_differs(
             outcome.failure.message
             == f"{ranks} from rank 0 in the batch: pass the same global batch to every rank"
         )
+
+
+def meet_at(places: list[str]) -> None:
+    place = places[dist.get_rank()]
+    if place == "a step":
+        gather_numbers(place, (1.0, 2.0), dist.group.WORLD)
+    else:
+        agree(place, {"the batch": "a"}, dist.group.WORLD)
+
+
+def test_ranks_at_different_places_of_the_script_are_told_where_the_others_are(pool: GlooPool) -> None:
+    for outcome in pool.outcomes(meet_at, ["a call", "a step", "a call"], world_size=3):
+        assert outcome.failure is not None and outcome.failure.kind == "DivergenceError"
+        assert outcome.failure.message.startswith("rank 1 is at a step where rank 0 is at a call: ")
+
+
+def numbers_of_all() -> list[list[float]]:
+    return gather_numbers("a step", (dist.get_rank(), float("nan")), dist.group.WORLD).nan_to_num(-1).tolist()
+
+
+def test_numbers_of_all_ranks_come_in_rank_order(pool: GlooPool) -> None:
+    assert pool.run(numbers_of_all, world_size=3) == [[[0, -1], [1, -1], [2, -1]]] * 3
 
 
 def share_text(text: str | None) -> str:

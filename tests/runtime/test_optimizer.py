@@ -12,8 +12,8 @@ from sharded_model import GatheringBackend, Model, batch, make_model, topology, 
 
 from disagmoe_compile.runtime.clip import clip_grad_norm_, norm_of_norms
 from disagmoe_compile.runtime.gradient_scale import uniform_factor
-from disagmoe_compile.runtime.nonfinite import spread_nonfinite
 from disagmoe_compile.runtime.optimizer_hooks import OptimizerGuard
+from disagmoe_compile.runtime.overflows import share_overflows
 from disagmoe_compile.testing.pool import GlooPool
 
 
@@ -137,6 +137,57 @@ def test_optimizers_that_differ_between_ranks_raise_on_all(pool: GlooPool) -> No
         )
 
 
+def step_of(name: str, n_ffn: int) -> None:
+    run = Run()
+    assert dist.get_world_size() == 2 + n_ffn
+    optimizer = getattr(torch.optim, name)(run.model.parameters())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = run.compiled(batch(0))
+        loss.backward()
+        return loss
+
+    closure()
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("LBFGS", "sums over all parameters"), ("Adafactor", "experts is split")]
+)
+def test_an_optimizer_that_needs_whole_parameters_raises_on_every_rank(
+    pool: GlooPool, name: str, why: str
+) -> None:
+    for outcome in pool.outcomes(step_of, name, 2, world_size=4):
+        assert outcome.failure is not None and why in outcome.failure.message
+
+
+def test_an_optimizer_that_needs_whole_parameters_may_step_where_none_is_split(pool: GlooPool) -> None:
+    pool.run(step_of, "Adafactor", 1, world_size=3)
+
+
+def part_ways(what: str) -> None:
+    """Rank 1's script does something else than the others'."""
+    run = Run()
+    run.backward(0)
+    assert run.backend.binding is not None
+    history = run.backend.binding.history
+    for rank_of_script in range(2):
+        if dist.get_rank() == 1 and what == "skips a backward" and rank_of_script:
+            continue
+        scale = 2.0 if dist.get_rank() == 1 and what == "scales its loss" else 1.0
+        history.note(history.start_call(), scale)
+    run.step()
+
+
+@pytest.mark.parametrize("what", ["skips a backward", "scales its loss"])
+def test_a_rank_whose_backwards_differ_raises_on_every_rank(pool: GlooPool, what: str) -> None:
+    for outcome in pool.outcomes(part_ways, what, world_size=3):
+        assert outcome.failure is not None and outcome.failure.kind == "DivergenceError"
+        assert "rank 1 differs from rank 0 in the backward() calls" in outcome.failure.message
+    pool.run(part_ways, "does the same", world_size=3)
+
+
 def state_loaded_early(when: str) -> dict[str, Any]:
     """Moments of one eager step are loaded before the first call, or after it."""
     warm = make_model()
@@ -168,29 +219,62 @@ def test_optimizer_state_of_a_whole_model_is_cut_to_parts(pool: GlooPool, when: 
     assert results[3]["elements"] == {"experts": 128}
 
 
-def overflow_on_one_rank(is_spread: bool) -> tuple[float, int]:
-    """A GradScaler on each rank; rank 2's gradient overflows. Returns the new scale and whether the optimizer stepped."""
+def overflow_on_one_rank(is_shared: bool, fused: bool = False) -> tuple[float, bool]:
+    """A GradScaler on each rank; rank 2's gradient overflows. Returns the new scale and whether a parameter changed."""
     run = Run()
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    run.backward(0)
-    gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
-    if dist.get_rank() == 2:
-        gradients[0].fill_(float("inf"))
-    if is_spread:
-        assert spread_nonfinite(gradients, dist.group.WORLD) == (2,)
-    run.guard.remove()
-    scaler.scale(torch.ones(1))
-    scaler.step(run.optimizer)
-    scaler.update()
-    return scaler.get_scale(), len(run.optimizer.state)
+    with pytest.MonkeyPatch.context() as patch:
+        unscale = torch.amp.GradScaler._unscale_grads_
+        patch.setattr(torch.amp.GradScaler, "_unscale_grads_", getattr(unscale, "__wrapped__", unscale))
+        if is_shared:
+            share_overflows()
+        run.backward(0)
+        if dist.get_rank() == 2:
+            next(p.grad for p in run.model.parameters() if p.grad is not None).fill_(float("inf"))
+        before = [p.detach().clone() for p in run.model.parameters()]
+        run.guard.remove()
+        scaler.scale(torch.ones(1))
+        scaler.step(optimizer)
+        scaler.update()
+    changed = not all(map(torch.equal, before, run.model.parameters()))
+    return scaler.get_scale(), changed
 
 
-def test_an_overflow_on_one_rank_makes_every_grad_scaler_skip(pool: GlooPool) -> None:
-    assert pool.run(overflow_on_one_rank, True, world_size=3) == [(4.0, 0)] * 3
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_on_one_rank_makes_every_grad_scaler_skip(pool: GlooPool, fused: bool) -> None:
+    assert pool.run(overflow_on_one_rank, True, fused, world_size=3) == [(4.0, False)] * 3
 
 
-def test_without_spreading_the_overflow_the_ranks_would_part(pool: GlooPool) -> None:
+def test_without_sharing_the_overflow_the_ranks_would_part(pool: GlooPool) -> None:
     assert [scale for scale, _ in pool.run(overflow_on_one_rank, False, world_size=3)] == [8.0, 8.0, 4.0]
+
+
+def scaled_step_of(names: tuple[str, ...], trained: bool) -> float:
+    """A GradScaler and an optimizer of some parameters; returns how far they end up from eager's."""
+    run = Run()
+    share_overflows()
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+    run.backward(0)
+    for model, scaler in zip((run.model, run.reference), scalers, strict=True):
+        parameters = [p for n, p in model.named_parameters() if n in names]
+        if not trained:
+            for parameter in parameters:
+                parameter.grad = None
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        scaler.scale(torch.ones(1))
+        scaler.step(optimizer)
+        scaler.update()
+    return run.error
+
+
+def test_a_grad_scaler_steps_where_all_gradients_are_on_other_ranks(pool: GlooPool) -> None:
+    assert max(pool.run(scaled_step_of, ("experts",), True, world_size=3)) < 1e-6
+
+
+def test_a_grad_scaler_without_any_gradient_raises_as_in_one_process(pool: GlooPool) -> None:
+    for outcome in pool.outcomes(scaled_step_of, ("experts",), False, world_size=3):
+        assert outcome.failure is not None and "No inf checks were recorded" in outcome.failure.message
 
 
 def test_in_one_process_clipping_is_torch_s_own() -> None:

@@ -18,9 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from disagmoe_compile.errors import DisagMoEError
 from disagmoe_compile.plan.topology import Group, Role
+from disagmoe_compile.runtime.full_state import full_state_dict
 from disagmoe_compile.runtime.optimizer_hooks import OptimizerGuard
 from disagmoe_compile.runtime.placement import ParameterPlacement
 from disagmoe_compile.runtime.state_dict import install, is_chunked
+from disagmoe_compile.testing import relative_error
 from disagmoe_compile.testing.pool import GlooPool
 
 
@@ -53,6 +55,31 @@ class Trained:
     def error(self) -> float:
         assert self.backend.binding is not None
         return worst_parameter_error(self.backend.binding, self.reference)
+
+
+def average_of_a_copy(n_experts: int) -> dict[str, Any]:
+    """A moving average beside the model, as torch keeps it; and the same of the twin."""
+    run = Trained(n_experts, steps=1)
+    how = {"multi_avg_fn": torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)}
+    averages = [torch.optim.swa_utils.AveragedModel(model, **how) for model in (run.model, run.reference)]
+    run.step(1)
+    for average, model in zip(averages, (run.model, run.reference), strict=True):
+        average.update_parameters(model)
+    kinds = {n: type(v).__name__ for n, v in averages[0].module.state_dict().items()}
+    whole, expected = full_state_dict(averages[0].module), averages[1].module.state_dict()
+    error = max((relative_error(value, expected[name]) for name, value in whole.items()), default=0.0)
+    return {
+        "kinds": kinds,
+        "model": {n: type(v).__name__ for n, v in run.model.state_dict().items()},
+        "error": error,
+    }
+
+
+@pytest.mark.parametrize("n_experts", [4, 5])
+def test_averaged_copies_are_parts_and_save_as_a_whole(pool: GlooPool, n_experts: int) -> None:
+    for result in pool.run(average_of_a_copy, n_experts, world_size=4):
+        assert result["kinds"] == result["model"]
+        assert result["error"] < 1e-6
 
 
 def describe(n_experts: int) -> dict[str, Any]:
