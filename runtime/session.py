@@ -32,6 +32,7 @@ from disagmoe_compile.runtime.executor import Executor
 from disagmoe_compile.runtime.failure import default_store, describe_failure
 from disagmoe_compile.runtime.history import SAME_BACKWARDS
 from disagmoe_compile.runtime.outputs import Output, UnmaterialisedOutput, gather
+from disagmoe_compile.runtime.pulse import Pulse, log_places
 from disagmoe_compile.runtime.retrace import present_global_shapes
 from disagmoe_compile.runtime.rng import draw_call_seed
 from disagmoe_compile.runtime.timeline import Event
@@ -317,7 +318,15 @@ class Session:
         try:
             yield
         except Exception as error:
-            raise describe_failure(error, dist.get_rank(), what, [], default_store()) from error
+            raise describe_failure(
+                error, dist.get_rank(), what, [], default_store(), on_timeout=self._log_places
+            ) from error
+
+    def _log_places(self, pulses: Mapping[int, Pulse], silent: list[int]) -> None:
+        if self._prepared is not None:
+            schedule = self.plan.training if self._trains else self.plan.forward_only
+            assert schedule is not None
+            log_places(pulses, silent, schedule)
 
     def _warn_of_gathering(self, prepared: Prepared) -> None:
         """Once a process, on rank 0: what it costs that the script gets whole outputs while training."""

@@ -85,10 +85,13 @@ def failure_of(folder: RunFolder, rank: int, exit_code: int) -> RankFailure:
 
 def explain_failures(failures: Sequence[RankFailure], folder: RunFolder) -> DisagMoEError:
     """The error of the rank that caused the others to fail: one that died or erred by itself before one that
-    lost a peer.
+    lost a peer. Of a rank that hung, and was killed with the others, what one that waited for it says.
     """
     first = min(failures, key=lambda failure: (_is_consequence(failure), failure.rank))
     if first.cause is None:
+        for other in failures:
+            if other.cause is not None and f"from rank {first.rank} in time" in other.cause[1]:
+                return PeerError(f"{other.cause[1]}; all ranks were ended; their output is in {folder.logs}")
         how = (
             f"was killed by {signal.Signals(-first.exit_code).name}"
             if first.exit_code < 0

@@ -65,6 +65,14 @@ def test_loss_and_gradients_equal_eager(world, n_microbatches, batch):
     assert_parity(found.loss, found.gradients, reference)
 
 
+@pytest.mark.slow
+def test_inductor_compiles_stages_for_both_sizes_of_a_micro_batch():
+    call, expected = captured(7)
+    found = run(call, (2, 2, 1), 2, stage_compiler="inductor")
+    assert {len(found.plan.samples_of(rank, one)) for rank in range(2) for one in range(2)} == {1, 2}
+    assert_parity(found.loss, found.gradients, expected)
+
+
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_a_rank_without_samples_has_zeros_where_the_others_have_gradients(compiler):
     call, reference = captured(1)

@@ -36,6 +36,19 @@ def test_a_killed_rank_is_blamed_before_those_that_lost_it(folder: RunFolder) ->
     assert str(error).startswith("rank 2 was killed by SIGKILL")
 
 
+def test_a_rank_that_hung_until_it_was_ended_is_not_said_to_have_been_killed(folder: RunFolder) -> None:
+    failures = [
+        RankFailure(0, 1, ("PeerError", "rank 0 lost rank 3 at optimizer.step()")),
+        RankFailure(
+            1, 1, ("PeerError", "rank 1 got no answer at summing the loss from rank 3 in time: rank 3 hung")
+        ),
+        RankFailure(3, -signal.SIGKILL),
+    ]
+    assert str(explain_failures(failures, folder)).startswith(
+        "rank 1 got no answer at summing the loss from rank 3"
+    )
+
+
 def test_a_rank_that_raised_is_blamed_before_those_that_lost_it(folder: RunFolder) -> None:
     failures = [
         RankFailure(0, 1, ("PeerError", "rank 0 lost contact")),
