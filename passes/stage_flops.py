@@ -15,6 +15,7 @@ import sympy
 import torch
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.flop_counter import FlopCounterMode
 
 from disagmoe_compile.passes.program import (
@@ -76,14 +77,16 @@ def tokens_of(program: AttentionProgram, sizes: Sizes) -> int:
 
 
 def attention_flops(program: AttentionProgram, sizes: Sizes) -> int:
-    with FakeTensorMode(), flop_counter() as counter:
+    # A stage that fails halfway through a `no_grad` block must not leave the process in it.
+    grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())
+    with grad_mode, FakeTensorMode(shape_env=ShapeEnv()), flop_counter() as counter:
         program.module(*(example(one, sizes) for one in program.inputs))
     return round(counter.get_total_flops())
 
 
 def expert_flops(program: ExpertsProgram, n_tokens: int) -> int:
     """Every routed pair passes through one expert, whichever it is."""
-    with FakeTensorMode(), flop_counter() as counter:
+    with FakeTensorMode(shape_env=ShapeEnv()), flop_counter() as counter:
         rows_PD = torch.empty(n_tokens * program.top_k, program.in_features, dtype=program.token_dtype)
         weight_P = torch.empty(n_tokens * program.top_k, dtype=program.weight_dtype)
         params = (torch.empty(bind(p.shape, {})[1:], dtype=p.dtype) for p in program.params)

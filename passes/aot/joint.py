@@ -154,6 +154,10 @@ def _aliasing(module: torch.nn.Module, fakes: Sequence[Tensor]) -> frozenset[int
         mode = _mode_of(fakes)
         if mode is not None:
             stack.enter_context(mode)
+            if (
+                mode.shape_env is not None
+            ):  # sizes that only data tells (`bincount`) belong to the trace that is kept
+                stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
         outputs = module(*fakes)
     owners = {fake.untyped_storage()._cdata for fake in fakes}
     copied = set()

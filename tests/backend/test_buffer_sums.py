@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from counting_models import CountingModel, count_on_ranks, counting_batch
+from torch import Tensor
 
+from disagmoe_compile.models.styles.gathered_einsum import GatheredEinsum
+from disagmoe_compile.models.styles.language_model import LanguageModel, Output, Sizes
 from disagmoe_compile.runtime.attention_worker import AttentionWorker
 from disagmoe_compile.testing.parity import Reference, assert_parity, eager_reference
 from disagmoe_compile.testing.virtual import CapturedCall, VirtualRun, capture_call, run_captured
@@ -68,6 +71,33 @@ def test_a_checkpointed_layer_counts_its_tokens_once():
     found = run(call, (2, 2, 1, 2), stage_compiler="aot_eager")
     assert_parity(found.loss, found.gradients, reference)
     assert_same_buffers(found, buffers)
+
+
+class Bincount(LanguageModel):
+    """`bincount` has a size that only data tells, whatever its `minlength`."""
+
+    def __init__(self) -> None:
+        super().__init__(Sizes(n_layers=1), GatheredEinsum)
+        self.register_buffer("seen", torch.zeros(self.embed.num_embeddings))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
+        n = self.embed.num_embeddings
+        with torch.no_grad():
+            self.seen.add_(torch.bincount(input_ids.flatten(), minlength=n)[:n].float())
+        return super().forward(input_ids, labels)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_counts_by_bincount_equal_eager(compiler):
+    torch.manual_seed(0)
+    model, twin = Bincount(), Bincount()
+    twin.load_state_dict(model.state_dict())
+    ids = torch.randint(3, 120, (8, 6), generator=torch.Generator().manual_seed(1))
+    one = {"input_ids": ids, "labels": ids.clone()}
+    reference = eager_reference(twin, **one)
+    found = run(capture_call(model, one), (2, 2, 1, 2), stage_compiler=compiler)
+    assert_parity(found.loss, found.gradients, reference)
+    assert_same_buffers(found, dict(twin.named_buffers()))
 
 
 def test_a_rank_whose_counts_are_lost_is_noticed(case):
