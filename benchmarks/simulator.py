@@ -34,11 +34,11 @@ def main() -> None:
         f"{costs.n_boundaries} layers, {arguments.n_microbatches} micro-batches, {cluster.gpus} GPUs; CPU seconds\n"
     )
     out(
-        f"{'groups':>7}{'order':>7}{'actions':>9}{'lists':>8}{'simulate':>10}{'bound':>7}{'simulated step / bound':>24}\n"
+        f"{'groups':>7}{'order':>9}{'actions':>9}{'lists':>8}{'simulate':>10}{'bound':>7}{'simulated step / bound':>24}\n"
     )
     for p in arguments.pipeline_groups:
         size = cluster.gpus // p // 2
-        for order, in_flight in (("rounds", None), ("list", 4 * p)):
+        for order, in_flight in (("rounds", None), ("in_order", None), ("list", 4 * p)):
             choice = AFChoice(
                 p, size, size, 1, arguments.n_microbatches, Dedup.NODE, in_flight=in_flight, order=order
             )
@@ -54,7 +54,7 @@ def main() -> None:
             ratio = float(timeline.makespan) / float(bound.seconds)
             verdict = "" if simulating < BAR_S else "  over the bar"
             out(
-                f"{p:>7}{order:>7}{actions:>9}{lists:>8.2f}{simulating:>10.2f}{bounding:>7.2f}{ratio:>24.3f}{verdict}\n"
+                f"{p:>7}{order:>9}{actions:>9}{lists:>8.2f}{simulating:>10.2f}{bounding:>7.2f}{ratio:>24.3f}{verdict}\n"
             )
 
 

@@ -185,6 +185,9 @@ def _render_advice(console: Console, advice: Mapping[str, Any]) -> None:
     table.add_column("gain", justify="right")
     table.add_column("best rival")
     for row in advice["verdicts"]:
-        table.add_row(row["change"], f"{row['gain']:+.1%}", row["best_rival"])
+        marks = ["" if row[f"{who}_fits_memory"] else "!" for who in ("af_pipe", "rival")]
+        table.add_row(row["change"], f"{row['gain']:+.1%}{marks[0]}", row["best_rival"] + marks[1])
     console.print(table)
+    if not all(row["af_pipe_fits_memory"] and row["rival_fits_memory"] for row in advice["verdicts"]):
+        console.print("! does not fit in memory: at a gain AF-Pipe, at its name the rival", highlight=False)
     console.print(advice["summary"], highlight=False)

@@ -2,11 +2,11 @@
 
 Micro-batches travel in sets of q, and forwards of one set run beside backwards of the set before:
 
-    phase s of a round:   F(s, 0)  B(2B - s, 0)   F(s, 1)  B(2B - s, 1)   ...   (q of each; stages 0 .. 2B, the head is 2B)
+    phase s of a round:   B(2B - s, 0)  F(s, 0)   B(2B - s, 1)  F(s, 1)   ...   (q of each; stages 0 .. 2B, the head is 2B)
 
 At the start of phase s a group holds q activations of each of its stages t < s (new set) and of each t <= 2B - s (old set). In
-the phase it gains q of stage s, if that is its own; where 2B - s is its own too, a backward frees one for each that is made.
-With q = 4p that is 4L + 4p - 1 (micro-batch, layer) activations, give or take two, as for the in-order AF-Pipe of the paper.
+the phase it gains q of stage s, if that is its own; where 2B - s is its own too, a backward frees one before each that is made.
+With q = 4p that is 4L + 4p (micro-batch, layer) activations, one more than the in-order AF-Pipe of the paper holds.
 Tests hold these numbers equal to those counted on generated schedules.
 """
 
@@ -24,10 +24,8 @@ def peak_resident(weights: Sequence[float], in_flight: int) -> float:
     held = in_flight * sum(weights)  # all of the old set
     peak = held
     for s, gained in enumerate(weights):
-        freed = weights[last - s]
-        if gained:
-            peak = max(peak, held + gained, held + in_flight * gained - (in_flight - 1) * freed)
-        held += in_flight * (gained - freed)
+        held += in_flight * (gained - weights[last - s])
+        peak = max(peak, held)
     return peak
 
 

@@ -24,13 +24,21 @@ system.
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`gain`: tokens/s of AF-Pipe over the best rival's, less 1."""
+    """`gain`: tokens/s of AF-Pipe over the best rival's, less 1. `fits`, `rival_fits`: some choice of it does in memory; a system
+    of which none does loses to one that fits.
+    """
 
     change: str
     gain: float
     af_pipe: float
     rival: str
     rival_tokens: float
+    fits: bool = True
+    rival_fits: bool = True
+
+    @property
+    def af_pipe_wins(self) -> bool:
+        return self.gain > 0 if self.fits == self.rival_fits else self.fits
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -39,6 +47,8 @@ class Verdict:
             "af_pipe_tokens_per_s_per_gpu": self.af_pipe,
             "best_rival": self.rival,
             "rival_tokens_per_s_per_gpu": self.rival_tokens,
+            "af_pipe_fits_memory": self.fits,
+            "rival_fits_memory": self.rival_fits,
         }
 
 
@@ -48,7 +58,15 @@ def verdict(change: str, results: Sequence[Result]) -> Verdict:
     rivals = [r for r in results if r.schedule not in ("af_pipe", "dualpipe_ideal")]
     other = max(rivals, key=lambda r: (r.fits, r.tokens_per_s_per_gpu))
     gain = ours.tokens_per_s_per_gpu / other.tokens_per_s_per_gpu - 1
-    return Verdict(change, gain, ours.tokens_per_s_per_gpu, other.schedule, other.tokens_per_s_per_gpu)
+    return Verdict(
+        change,
+        gain,
+        ours.tokens_per_s_per_gpu,
+        other.schedule,
+        other.tokens_per_s_per_gpu,
+        ours.fits,
+        other.fits,
+    )
 
 
 def changes(spec: ModelSpec, setting: Setting) -> Iterator[tuple[str, Callable[[], Setting]]]:
@@ -102,16 +120,26 @@ def advise(spec: ModelSpec, setting: Setting, now: Sequence[Result]) -> list[Ver
 def summary(verdicts: Sequence[Verdict], cluster: Cluster) -> str:
     """The answer in a sentence or two."""
     now = verdicts[0]
+    flips = [v.change for v in verdicts[1:] if v.af_pipe_wins != now.af_pipe_wins]
+    flip = (
+        f"The answer flips with: {'; '.join(flips)}."
+        if flips
+        else "None of the changes that were tried flips the answer."
+    )
+    if now.fits != now.rival_fits:
+        answer, who = (
+            ("Disaggregate", "no rival")
+            if now.fits
+            else ("Do not disaggregate", "AF-Pipe, unlike a rival, never")
+        )
+        return f"{answer}: {who} fits in memory on {cluster.gpus} GPUs with the sizes that were tried (simulated). {flip}"
     gain = f"{abs(now.gain):.0%}"
     answer = (
         "Disaggregate" if now.gain > 0.02 else "Do not disaggregate" if now.gain < -0.02 else "Either will do"
     )
     how = "faster" if now.gain > 0 else "slower"
     text = f"{answer}: AF-Pipe is {gain} {how} than the best tuned rival ({now.rival}) on {cluster.gpus} GPUs (simulated)."
-    flips = [v.change for v in verdicts[1:] if (v.gain > 0) != (now.gain > 0)]
-    if flips:
-        return f"{text} The answer flips with: {'; '.join(flips)}."
-    return f"{text} None of the changes that were tried flips the answer."
+    return f"{text} {flip}"
 
 
 def _costs(spec: ModelSpec, seq_length: int, cost_set: CostSet) -> Any:

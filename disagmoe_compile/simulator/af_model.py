@@ -17,6 +17,7 @@ from typing import Any
 
 from disagmoe_compile.errors import InputError
 from disagmoe_compile.passes.schedule.af_pipe import af_pipe
+from disagmoe_compile.passes.schedule.in_order import in_order
 from disagmoe_compile.passes.schedule.list_schedule import Rehearsal, list_schedule
 from disagmoe_compile.passes.schedule.lower import lower_lists
 from disagmoe_compile.plan.action import ActionKind
@@ -35,8 +36,8 @@ GRADIENT_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class AFChoice:
-    """What the planner decides. `order`: `rounds` as `passes/schedule/af_pipe.py` makes them, of `in_flight` micro-batches (twice
-    as many are between first and last action; None: its default), or `list` as `list_schedule.py`, of at most `in_flight` in all.
+    """What the planner decides. `order`: `rounds` as `passes/schedule/af_pipe.py` makes them, `in_order` as `in_order.py`, with
+    `in_flight` as their `interleave` (None: the default), or `list` as `list_schedule.py`, of at most `in_flight` in all.
     `attention_nics`, `ffn_nics`: of one group, where they are not those of its GPUs.
     """
 
@@ -56,8 +57,8 @@ class AFChoice:
     ffn_nics: float | None = None
 
     def __post_init__(self) -> None:
-        if self.order not in ("rounds", "list"):
-            raise InputError(f"order must be rounds or list, got {self.order!r}")
+        if self.order not in ("rounds", "in_order", "list"):
+            raise InputError(f"order must be rounds, in_order or list, got {self.order!r}")
 
     @property
     def gpus(self) -> int:
@@ -115,6 +116,10 @@ class AFModel:
             )
 
     @property
+    def depth(self) -> int:
+        return self.choice.pipeline_groups
+
+    @property
     def topology(self) -> Topology:
         choice = self.choice
         return Topology(
@@ -148,17 +153,29 @@ class AFModel:
     def schedule(self) -> Schedule:
         """Compute-only."""
         if self.choice.order == "list":
-            nics = [rate for (_, what), rate in self.links().items() if what != "link"]
-            rehearsal = Rehearsal(self.action_seconds(), self.exchange()[0] / min(nics))
             in_flight = self.choice.in_flight or 4 * self.choice.pipeline_groups
             return list_schedule(
-                self.topology, self.choice.n_microbatches, in_flight=in_flight, rehearsal=rehearsal
+                self.topology, self.choice.n_microbatches, in_flight=in_flight, rehearsal=self._rehearsal()
             )
-        return af_pipe(
+        generate = in_order if self.choice.order == "in_order" else af_pipe
+        return generate(
             self.topology,
             self.choice.n_microbatches,
             split_weight_gradient=self.choice.split_weight_gradient,
             interleave=self.choice.in_flight,
+        )
+
+    def _rehearsal(self) -> Rehearsal:
+        links, tokens = self.links(), self.choice.group_sequences * self.model.seq_length
+        attention, ffn = (links[_link(Group(role, 0), "nic out")] for role in (Role.ATTENTION, Role.FFN))
+        launch = self.assumptions.launch_s
+        return Rehearsal(
+            {action: seconds + launch for action, seconds in self.action_seconds().items()},
+            exchange=self.exchange()[0],
+            residual=tokens * self.model.residual_bytes_per_token,
+            attention_rate=attention,
+            ffn_rate=ffn,
+            latency=self.assumptions.message_latency_s,
         )
 
     def program(self, schedule: Schedule | None = None, queueing: Queueing = Queueing.LIST) -> Program:

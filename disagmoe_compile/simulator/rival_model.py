@@ -93,6 +93,10 @@ class RivalModel:
             )
 
     @property
+    def depth(self) -> int:
+        return self.choice.pipeline_ranks
+
+    @property
     def replicas(self) -> int:
         """GPUs of one pipeline rank."""
         return self.cluster.gpus // self.choice.pipeline_ranks

@@ -4,14 +4,16 @@ No comparison is made before each side has its best sizes. The estimate only ran
 the pipeline's fill; what is reported is simulated. A choice that does not fit in memory is not taken, unless none fits.
 
     every system   micro-batch size, recompute, de-duplication as given
-    AF-Pipe        groups p, their sizes (M, N), micro-batches in flight, side of the shared experts
+    AF-Pipe        groups p, their sizes (M, N), micro-batches in flight, recompute of each side, side of the shared experts
     rivals         pipeline ranks, EP size, chunks, degree (Tutel)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import TypeVar
 
 from disagmoe_compile.errors import InputError
@@ -76,7 +78,14 @@ class Setting:
 def best(setting: Setting, system: str) -> Result:
     """The fastest choice of a system. Raises InputError where no sizes fit together."""
     if system == "af_pipe":
-        return _fastest(_af_models(setting), _AFEstimates().of, af_result, "af_pipe", setting.simulated)
+        models, estimate = list(_af_models(setting)), _AFEstimates().of
+        usual = [m for m in models if _is_usual(m)]
+        others = [m for m in models if not _is_usual(m)]
+        found = [
+            _fastest(some, estimate, af_result, "af_pipe", setting.simulated)
+            for some in ((usual, others) if usual and others else (models,))
+        ]
+        return max(found, key=_preference)
     rivals = (
         RivalModel(setting.model, setting.cluster, c, setting.assumptions)
         for c in _rival_choices(setting, system)
@@ -86,10 +95,13 @@ def best(setting: Setting, system: str) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """`memory`: of the fullest rank, as a share of what may be filled."""
+    """`memory`: of the fullest rank, as a share of what may be filled. `most_tokens_per_s`: no schedule of the choice has more,
+    as some group of a role has at least their mean load; infinite where that is not known.
+    """
 
     tokens_per_s: float
     memory: float
+    most_tokens_per_s: float = math.inf
 
 
 def _fastest(
@@ -99,8 +111,9 @@ def _fastest(
     system: str,
     simulated: int,
 ) -> Result:
-    """Simulates the best by estimate until `simulated` of them fit, or twice as many were tried; those that should fit first. The
-    estimate of memory is rough: then as many of those that may fit after all, if they should be faster than what was found.
+    """Simulates the best by estimate until `simulated` of them fit, or twice as many were tried; those that should fit first.
+    Estimates of different depths err differently: then the best of each other depth, if it can be faster than what was found.
+    The estimate of memory is rough: then as many of those that may fit after all, if they should be faster.
     """
     ranked = sorted(
         ((estimate(m), k, m) for k, m in enumerate(models)),
@@ -111,20 +124,34 @@ def _fastest(
             f"no sizes of {system} fit these GPUs, this batch and these experts: change --nodes, the batch, or what is pinned"
         )
     results: list[Result] = []
-    for _, _, model in ranked[: 2 * simulated]:
-        results.append(simulate(model))
-        if sum(result.fits for result in results) >= simulated:
-            break
-
-    def preference(result: Result) -> tuple[bool, float]:
-        return result.fits, result.tokens_per_s_per_gpu
-
-    close = [e for e in ranked[len(results) :] if 1 < e[0].memory <= MAY_FIT]
-    for estimated, _, model in close[:simulated]:
-        found = max(results, key=preference)
-        if estimated.tokens_per_s > found.tokens_per_s_per_gpu * found.gpus:
+    left: list[tuple[Estimate, Model]] = []
+    depths: set[int] = set()
+    for estimated, _, model in ranked:
+        fitting = sum(result.fits for result in results)
+        if len(results) < 2 * simulated and fitting < simulated:
             results.append(simulate(model))
-    return max(results, key=preference)
+            depths.add(model.depth)
+        else:
+            left.append((estimated, model))
+
+    def can_be_faster(tokens_per_s: float) -> bool:
+        found = max(results, key=_preference)
+        return not found.fits or tokens_per_s > found.tokens_per_s_per_gpu * found.gpus
+
+    for estimated, model in left:
+        if estimated.memory <= 1 and model.depth not in depths:
+            depths.add(model.depth)
+            if can_be_faster(estimated.most_tokens_per_s):
+                results.append(simulate(model))
+    close = [e for e in left if 1 < e[0].memory <= MAY_FIT]
+    for estimated, model in close[:simulated]:
+        if can_be_faster(estimated.tokens_per_s):
+            results.append(simulate(model))
+    return max(results, key=_preference)
+
+
+def _preference(result: Result) -> tuple[bool, float]:
+    return result.fits, result.tokens_per_s_per_gpu
 
 
 # AF-Pipe
@@ -141,10 +168,9 @@ def _af_models(setting: Setting) -> Iterator[AFModel]:
     )
     for p in _pinned(depths, setting.pipeline_groups):
         pair = gpus // p
-        step = setting.cluster.gpus_per_node if pair > 2 * setting.cluster.gpus_per_node else 1
-        sizes: Iterable[int] = range(step, min(pair, model.num_experts + 1), step)
-        if setting.ffn_group_size is not None or setting.attention_group_size is not None:
-            sizes = range(1, min(pair, model.num_experts + 1))
+        sizes: Iterable[int] = range(1, min(pair, model.num_experts + 1))
+        if setting.ffn_group_size is None and setting.attention_group_size is None:
+            sizes = _ffn_sizes(pair, model.num_experts, setting.cluster.gpus_per_node)
         for ffn in _pinned(sizes, setting.ffn_group_size):
             if setting.attention_group_size not in (None, pair - ffn):
                 continue
@@ -152,12 +178,12 @@ def _af_models(setting: Setting) -> Iterator[AFModel]:
                 n = setting.sequences // ((pair - ffn) * size)
                 if n < 1:
                     continue
-                limits = {2, p + 1, 2 * p, 3 * p, 4 * p, 6 * p, 8 * p}
+                limits = {1, 2, p + 1, 2 * p, 3 * p, 4 * p, 6 * p, 8 * p}
                 for q in sorted(limits) if setting.in_flight is None else (setting.in_flight,):
-                    if q > max(n, 2):
+                    if q > n and setting.in_flight is None:
                         continue
                     for side in sides:
-                        for a, f in ((False, False), (False, True), (True, True)):
+                        for a, f in product((False, True), repeat=2):
                             if setting.recompute in (None, a or f):
                                 choice = AFChoice(
                                     p, pair - ffn, ffn, size, n, setting.dedup, side, a, f, q, order="list"
@@ -165,11 +191,33 @@ def _af_models(setting: Setting) -> Iterator[AFModel]:
                                 yield AFModel(model, setting.cluster, choice, setting.assumptions)
 
 
+def _is_usual(af: AFModel) -> bool:
+    """Searched apart from the rest, which is wanted where memory is short: the estimate is too rough to rank so many at once."""
+    choice, per_node = af.choice, af.cluster.gpus_per_node
+    pair = choice.attention_group_size + choice.ffn_group_size
+    sizes = pair <= 2 * per_node or choice.ffn_group_size % per_node == 0
+    return sizes and choice.in_flight != 1 and (choice.recompute_ffn or not choice.recompute_attention)
+
+
+def _ffn_sizes(pair: int, experts: int, per_node: int) -> list[int]:
+    """Of an FFN group: every size where a pair is up to two nodes; else whole nodes, and the fewest ranks that hold k experts
+    each: another rank that takes none off the fullest one adds nothing but its NIC.
+    """
+    most = min(pair - 1, experts)
+    if pair <= 2 * per_node:
+        return list(range(1, most + 1))
+    fewest = {-(-experts // k) for k in range(1, experts + 1)}
+    return sorted(n for n in fewest | set(range(per_node, most + 1, per_node)) if n <= most)
+
+
 @dataclass(frozen=True, slots=True)
 class _AFLoad:
-    """What choices with other numbers in flight share: seconds a step on each resource and of a micro-batch's way, bytes."""
+    """What choices with other numbers in flight share: seconds a step of the busiest resource, by estimate and at least, and of a
+    micro-batch's way; bytes.
+    """
 
     busiest_s: float
+    least_s: float
     trip_s: float
     state: Mapping[str, float]
     kept: tuple[float, float]
@@ -200,8 +248,9 @@ class _AFEstimates:
                 (("attention", choice.recompute_attention), ("ffn", choice.recompute_ffn))
             )
         ]
-        tokens_per_s = choice.sequences * model.seq_length / step
-        return Estimate(tokens_per_s, max(held) / (af.cluster.gpu.memory_bytes * USABLE_MEMORY))
+        tokens = choice.sequences * model.seq_length
+        memory = max(held) / (af.cluster.gpu.memory_bytes * USABLE_MEMORY)
+        return Estimate(tokens / step, memory, tokens / load.least_s)
 
 
 def _af_load(af: AFModel) -> _AFLoad:
@@ -223,6 +272,12 @@ def _af_load(af: AFModel) -> _AFLoad:
     full = replace(choice, recompute_attention=False, recompute_ffn=False)
     return _AFLoad(
         busiest_s=max(loads),
+        least_s=max(
+            n * (layers * (attention.forward + attention.backward) + (head.forward + head.backward) / p),
+            loads[1],
+            n * layers * 2 * nic / (choice.attention_group_size * speed.nic),
+            loads[3],
+        ),
         trip_s=attention.forward + attention.backward + experts.forward + experts.backward + 2 * out,
         state=af_state_bytes(af, True),
         kept=_kept(af),

@@ -1,9 +1,15 @@
 """The compute-only order shared by all generators: rounds of micro-batches through the stages.
 
 Micro-batches go in groups of `interleave`. Round q takes group q forward through stages 0..2B and, beside it, group q-1 backward
-through stages 2B..0, one forward then one backward at a time:
+through stages 2B..0, one backward then one forward at a time:
 
-    round q:   for s = 0..2B:   F(s, q.0)  B(2B-s, (q-1).0)   F(s, q.1)  B(2B-s, (q-1).1)   ...
+    round q:   for s = 0..2B:   B(2B-s, (q-1).0)  F(s, q.0)   B(2B-s, (q-1).1)  F(s, q.1)   ...
+
+A backward comes before the forward beside it: what it frees, the forward may take. With q = 4p on p groups (L layers, p divides
+L) an attention group so holds at most 4L + 4p activations of layers. In order (`in_order.py`) it is one less, and no order of
+phases holds less: group 0 begins a round with q L/p = 4L of the old set; phase 0 adds the q = 4p of F(0, i); the first release is
+B(2B-2p, 0), in phase 2p. Nor can group 0 alone put F(0, q-1) off until then, for p > 1: B(2B-2p, 0) needs B(2B-2p+1, 0) of FFN
+group 0, in phase 2p - 1, and FFN group 0 has F(1, q-1) before it, in phase 1, which needs F(0, q-1): deadlock.
 
 Read as one list over all stages this is a valid serial execution of the whole step: whatever an action needs comes earlier. Each
 worker group takes its own stages out of it in that order, so a blocking execution can never deadlock, ragged groups included.
@@ -28,10 +34,10 @@ def interleaved(n_stages: int, n_microbatches: int, interleave: int) -> Iterator
     for forward, backward in zip([*groups, range(0)], [range(0), *groups]):
         for stage in range(n_stages):
             for i, j in zip_longest(forward, backward):
-                if i is not None:
-                    yield True, stage, i
                 if j is not None:
                     yield False, n_stages - 1 - stage, j
+                if i is not None:
+                    yield True, stage, i
 
 
 def forwards(n_stages: int, n_microbatches: int, interleave: int) -> Iterator[Pass]:

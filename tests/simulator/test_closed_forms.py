@@ -5,19 +5,26 @@ Legend: p ranks or groups, v chunks a rank, n micro-batches, L layers; F, B, W f
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 
+from disagmoe_compile.errors import PlanError
 from disagmoe_compile.passes.schedule.af_pipe import af_pipe
 from disagmoe_compile.passes.schedule.list_schedule import list_schedule
+from disagmoe_compile.passes.schedule.lower import lower_lists
+from disagmoe_compile.plan.action import Action, ActionKind
+from disagmoe_compile.plan.completeness import peak_residency
 from disagmoe_compile.simulator.abstract import (
     AFShape,
     PipelineShape,
     af_program,
+    af_transfers,
     pipeline_program,
     resident_activations,
 )
+from disagmoe_compile.simulator.pipelines import interleaved_1f1b
 from disagmoe_compile.simulator.program import Program
 from disagmoe_compile.simulator.timeline import simulate_program
 
@@ -93,11 +100,29 @@ def test_af_pipe_forward_idles_for_fill_and_drain_of_the_critical_group(
 
 
 @pytest.mark.parametrize(("p", "layers"), [(1, 4), (2, 8), (2, 28), (4, 28)])
-def test_af_pipe_in_rounds_holds_two_activations_more_than_the_in_order_pipeline(p: int, layers: int) -> None:
-    """4L + 4p - 1 is that of 1F1B interleaved over 4p places, messages counted as stages; rounds hold one more at either end."""
+def test_af_pipe_in_rounds_holds_one_activation_more_than_the_in_order_pipeline(p: int, layers: int) -> None:
+    """In order: 1F1B interleaved over 4p places, messages counted as stages."""
     shape = AFShape(p, layers, 8 * p)
     held = resident_activations(af_pipe(shape.topology, 8 * p), shape.topology)
-    assert max(held.values()) == 4 * layers + 4 * p + 1
+    in_order = peak_residency(interleaved_1f1b(4 * p, layers // p, 8 * p))
+    assert max(in_order.values()) == 4 * layers + 4 * p - 1
+    assert max(held.values()) == 4 * layers + 4 * p
+
+
+def test_one_activation_less_would_deadlock_rounds() -> None:
+    """Group 0 puts its last forward of stage 0 off until it has released an activation: the proof in `order.py`."""
+    shape = AFShape(2, 4, 16)
+    schedule = af_pipe(shape.topology, 16)
+    group = shape.topology.groups[0]
+    listed = list(schedule.of(group))
+    put_off = Action(ActionKind.FORWARD, 0, 15)  # of the second set of 8
+    listed.remove(put_off)
+    listed.insert(listed.index(Action(ActionKind.BACKWARD_WEIGHT, 4, 0)) + 1, put_off)
+    with pytest.raises(PlanError, match="groups wait for each other"):
+        lower_lists(
+            replace(schedule, actions={**schedule.actions, group: tuple(listed)}),
+            af_transfers(shape.topology, training=True),
+        )
 
 
 @pytest.mark.parametrize(("p", "layers"), [(1, 4), (2, 8)])

@@ -130,14 +130,38 @@ def test_a_choice_that_fits_though_its_estimate_says_otherwise_is_found() -> Non
         ("full", 4.0, 1.3, False),
         ("huge", 9.0, 3.0, True),
     ]
+    models = [SimpleNamespace(depth=1, choice=choice) for choice in choices]
     simulated: list[str] = []
 
-    def run(choice: Any) -> Any:
-        simulated.append(choice[0])
-        return SimpleNamespace(name=choice[0], fits=choice[3], tokens_per_s_per_gpu=choice[1], gpus=1)
+    def run(model: Any) -> Any:
+        name, speed, _, fits = model.choice
+        simulated.append(name)
+        return SimpleNamespace(name=name, fits=fits, tokens_per_s_per_gpu=speed, gpus=1)
 
-    found = search._fastest(choices, lambda c: search.Estimate(c[1], c[2]), run, "any", 2)  # type: ignore[type-var]
+    found = search._fastest(models, lambda m: search.Estimate(*m.choice[1:3]), run, "any", 2)  # type: ignore[type-var]
     assert found.name == "fits" and simulated == ["slow", "slower", "full", "fits"]  # type: ignore[attr-defined]
+
+
+def test_the_best_of_each_depth_is_simulated_unless_it_cannot_be_faster() -> None:
+    """Estimates of two groups are too high here; four cannot reach what was found."""
+    choices = [
+        (2, 9.0, 20.0, 3.0),
+        (2, 8.0, 20.0, 3.0),
+        (1, 6.0, 20.0, 5.0),
+        (1, 5.0, 20.0, 9.0),
+        (4, 4.0, 4.5, 4.0),
+    ]
+    models = [SimpleNamespace(depth=c[0], choice=c) for c in choices]
+    simulated: list[float] = []
+
+    def run(model: Any) -> Any:
+        simulated.append(model.choice[1])
+        return SimpleNamespace(fits=True, tokens_per_s_per_gpu=model.choice[3], gpus=1)
+
+    found = search._fastest(  # type: ignore[type-var]
+        models, lambda m: search.Estimate(m.choice[1], 0.5, m.choice[2]), run, "any", 1
+    )
+    assert found.tokens_per_s_per_gpu == 5.0 and simulated == [9.0, 6.0]
 
 
 def test_no_sizes_that_fit_is_an_error(model: ModelCosts, cluster: Cluster) -> None:

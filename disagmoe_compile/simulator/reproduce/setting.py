@@ -52,10 +52,13 @@ def setting(
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What figures take from a system's best choice: no timelines, of which there are hundreds. `exposed_s`: of a token."""
+    """What figures take from a system's best choice: no timelines, of which there are hundreds. `exposed_s`: of a token.
+    `fits`: in memory; where False, no choice of the system does, and it is compared with nothing that fits.
+    """
 
     tokens_per_s_per_gpu: float
     exposed_s: float
+    fits: bool
     options: Mapping[str, Any]
 
 
@@ -72,4 +75,4 @@ def simulated(
     """A system's best choice; figures share these."""
     found = best(setting(name, seq_length, nodes=nodes, dedup=dedup, ep_size=ep_size, top_k=top_k), system)
     exposed_s = found.exposed_s / (found.tokens / found.gpus)
-    return Outcome(found.tokens_per_s_per_gpu, exposed_s, found.options)
+    return Outcome(found.tokens_per_s_per_gpu, exposed_s, found.fits, found.options)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagmoe_compile.passes.schedule.list_schedule import Rehearsal, list_schedule
+from disagmoe_compile.passes.schedule.list_schedule import RULES, Rehearsal, _Run, list_schedule
 from disagmoe_compile.passes.schedule.lower import lower, lower_lists
+from disagmoe_compile.passes.schedule.rehearsed_links import RehearsedLinks
 from disagmoe_compile.plan.completeness import peak_residency
 from disagmoe_compile.plan.topology import Topology
 from disagmoe_compile.plan.validate import validate
@@ -64,3 +67,35 @@ def test_makespan_is_within_five_percent_of_the_bound(p: int, n: int, a: float, 
 def test_sizes_below_one_are_refused(n: int, in_flight: int) -> None:
     with pytest.raises(ValueError, match="at least one"):
         list_schedule(Topology(1, 1, 1, 1, 2), n, in_flight=in_flight)
+
+
+def test_messages_of_the_rehearsal_queue_at_the_sender_and_share_the_receiver() -> None:
+    """Amounts of 4 at a rate of 1. a -> c and b -> c share c until both have moved 2 and a half: 8; a's second follows at 12."""
+    events: list[tuple[float, int, Callable[[float], None]]] = []
+    arrived: dict[str, float] = {}
+
+    def at(time: float, happen: Callable[[float], None]) -> None:
+        heapq.heappush(events, (time, len(events) + len(arrived), happen))
+
+    def noted(name: str) -> Callable[[float], None]:
+        return lambda now: arrived.update({name: now})
+
+    links = RehearsedLinks(dict.fromkeys("abcd", 1.0), 0.5, at)
+    for name, src, dst in (("first", "a", "c"), ("second", "a", "d"), ("other", "b", "c")):
+        links.send(src, dst, 4.0, 0.0, noted(name))
+    while events:
+        now, _, happen = heapq.heappop(events)
+        happen(now)
+    assert arrived == {"first": 8.5, "other": 8.5, "second": 12.5}
+
+
+def test_the_rule_whose_rehearsal_is_shortest_makes_the_lists() -> None:
+    """Two groups of each kind, residuals between them, links that need 0.9 of what compute needs: forwards first is better."""
+    topology = Topology(1, 1, 2, 2, 8)
+    seconds = {(kind, s): 1.0 + (kind == "B") for kind in "FIWB" for s in range(topology.n_stages)}
+    times = Rehearsal(seconds, exchange=1.0, residual=0.35)  # type: ignore[arg-type]
+    runs = [_Run(topology, 32, 8, times, rule) for rule in RULES]
+    steps = [run.makespan() for run in runs]
+    best = runs[steps.index(min(steps))]
+    assert min(steps) < steps[0]
+    assert list_schedule(topology, 32, in_flight=8, rehearsal=times).actions == best.lists()
