@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad, clip_grads_with_norm_, get_total_norm
 
 from disagmoe_compile.errors import InputError
 from disagmoe_compile.runtime.agreement import gather_numbers
-from disagmoe_compile.runtime.binding import holder_of
+from disagmoe_compile.runtime.binding import HOLDERS, holder_of
 
 
 def clip_grad_norm_(
@@ -58,6 +60,31 @@ def clip_grad_norm_(
         )
     clip_grads_with_norm_(every, max_norm, total, foreach)
     return total
+
+
+def refuse_norms_of_parts() -> None:
+    """From now on torch.nn.utils.clip_grad_norm_ raises InputError for gradients of a model that is spread over ranks.
+
+    Nothing it does would show its mistake: a rank whose own norm is below `max_norm` clips nothing where the whole model's norm
+    is above. It is met where it computes its norm, by a name of its own module: scripts hold the function since their imports.
+    """
+    torch_s_own = clip_grad._get_total_norm
+    if getattr(torch_s_own, "_refuses_parts", False):
+        return
+
+    @wraps(torch_s_own)
+    def norm_of_whole_gradients(tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        gradients = list(tensors)
+        given = {id(gradient) for gradient in gradients}
+        if any(id(parameter.grad) in given for parameter in HOLDERS if parameter.grad is not None):
+            raise InputError(
+                "torch.nn.utils.clip_grad_norm_ sees the gradients of one rank alone, and the model is spread over ranks: use "
+                "disagmoe_compile.clip_grad_norm_, which takes the same arguments"
+            )
+        return torch_s_own(gradients, *args, **kwargs)
+
+    norm_of_whole_gradients._refuses_parts = True  # type: ignore[attr-defined]
+    clip_grad._get_total_norm = norm_of_whole_gradients
 
 
 def norm_of_norms(norms: Iterable[float], norm_type: float) -> float:

@@ -4,7 +4,7 @@ several ranks.
 1. A step after torch.compile(backend="disagmoe") but before the first call raises: each rank would train a
 model of its own. 2. State of global shape is cut to this rank's part (optimizer_state.py). 3. All ranks
 compare which parameters the optimizer holds, which backwards ran and by which factor its gradients were scaled since; a
-   difference raises, because a rank's own norm is not the model's: `disagmoe_compile.clip_grad_norm_` is.
+   difference raises, because a factor that comes from a rank's own gradients is not the model's.
 
 Only optimizers that hold bound parameters take part; all ranks must step them in the same order, as one
 script does.
@@ -149,5 +149,5 @@ def compare_steps(held: Sequence[tuple[nn.Parameter, Holder]], scale: float | No
     if span > numbers[:, 1].max().item() * max(abs(scales[high]), abs(scales[low])):
         raise DivergenceError(
             f"gradients were scaled by {scales[low]:.4g} on rank {low} and by {scales[high]:.4g} on rank {high} since backward: "
-            "torch.nn.utils.clip_grad_norm_ sees the gradients of one rank alone; use disagmoe_compile.clip_grad_norm_"
+            "a factor that depends on gradients must come from all of them; to clip, use disagmoe_compile.clip_grad_norm_"
         )

@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from sharded_model import GatheringBackend, Model, batch, make_model, topology, worst_parameter_error
+from torch.nn.utils import clip_grad_norm_ as torch_s_clip
 
-from disagmoe_compile.runtime.clip import clip_grad_norm_, norm_of_norms
+from disagmoe_compile.errors import InputError
+from disagmoe_compile.runtime.clip import clip_grad_norm_, norm_of_norms, refuse_norms_of_parts
 from disagmoe_compile.runtime.gradient_scale import uniform_factor
 from disagmoe_compile.runtime.optimizer_hooks import OptimizerGuard
 from disagmoe_compile.runtime.overflows import share_overflows
@@ -84,8 +86,10 @@ def clip_locally(how: str) -> float:
     run = Run()
     for i in range(2):
         run.backward(i)
-        if how == "norm":
-            torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
+        if how == "own factor":
+            for parameter in run.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= 1 + dist.get_rank()
         elif how == "value":
             for model in (run.model, run.reference):
                 torch.nn.utils.clip_grad_value_([p for p in model.parameters() if p.numel()], 1e-4)
@@ -97,10 +101,32 @@ def clip_locally(how: str) -> float:
     return run.error
 
 
-def test_clipping_by_a_rank_s_own_norm_raises_on_every_rank(pool: GlooPool) -> None:
-    for outcome in pool.outcomes(clip_locally, "norm", world_size=4):
+def test_a_factor_of_a_rank_s_own_raises_on_every_rank(pool: GlooPool) -> None:
+    for outcome in pool.outcomes(clip_locally, "own factor", world_size=4):
         assert outcome.failure is not None and outcome.failure.kind == "DivergenceError"
         assert "use disagmoe_compile.clip_grad_norm_" in outcome.failure.message
+
+
+def clip_by_torch(max_norm: float) -> tuple[str, float]:
+    """What a function imported before the model was spread says to a model that is, and does to one that is not."""
+    run = Run()
+    run.backward(0)
+    refuse_norms_of_parts()
+    theirs = float(torch_s_clip(run.reference.parameters(), max_norm))
+    try:
+        torch_s_clip(run.model.parameters(), max_norm)
+    except InputError as error:
+        return str(error), theirs
+    return "no error", theirs
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
+def test_clipping_by_a_rank_s_own_norm_is_refused_also_where_it_would_clip_nothing(
+    pool: GlooPool, max_norm: float
+) -> None:
+    for said, theirs in pool.run(clip_by_torch, max_norm, world_size=4):
+        assert "use disagmoe_compile.clip_grad_norm_" in said
+        assert 1e-3 < theirs < 1e3
 
 
 @pytest.mark.parametrize("how", ["nothing", "value", "divide"])
