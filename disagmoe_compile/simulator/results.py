@@ -65,8 +65,19 @@ class Result:
 
 
 def af_result(af: AFModel, *, shard_optimizer: bool = True, program: Program | None = None) -> Result:
-    """AF-Pipe with a choice."""
-    timeline = simulate_program(program or af.program())
+    """AF-Pipe with a choice: the first of its schedules that fits in memory, or the first of all."""
+    if program is not None:
+        return _af_result(af, program, shard_optimizer)
+    results: list[Result] = []
+    for schedule in af.schedules():
+        results.append(_af_result(af, af.program(schedule), shard_optimizer))
+        if results[-1].fits:
+            return results[-1]
+    return results[0]
+
+
+def _af_result(af: AFModel, program: Program, shard_optimizer: bool) -> Result:
+    timeline = simulate_program(program)
     topology, choice = af.topology, af.choice
     sizes = {group: len(topology.ranks_of_group(group)) for group in topology.groups}
     peaks = timeline.peak_bytes(af.activation_bytes(), af.message_bytes())

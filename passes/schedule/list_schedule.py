@@ -80,12 +80,20 @@ fuller.
 def list_schedule(
     topology: Topology, n_microbatches: int, *, in_flight: int, rehearsal: Rehearsal | None = None
 ) -> Schedule:
-    """Compute-only schedule of a training step. Raises ValueError on a size below 1."""
+    """Compute-only schedule of a training step, the shortest by rehearsal. Raises ValueError on a size below 1."""
+    return list_schedules(topology, n_microbatches, in_flight=in_flight, rehearsal=rehearsal)[0]
+
+
+def list_schedules(
+    topology: Topology, n_microbatches: int, *, in_flight: int, rehearsal: Rehearsal | None = None
+) -> tuple[Schedule, ...]:
+    """One for each rule that gives lists of its own, the shortest by rehearsal first: the next may hold less."""
     checked_microbatches(n_microbatches, in_flight)
     times = rehearsal or Rehearsal.uniform(topology)
     runs = [_Run(topology, n_microbatches, in_flight, times, rule) for rule in RULES]
-    best = min(runs, key=lambda run: run.makespan())
-    return Schedule("af_pipe_list", lowered=False, actions=best.lists())
+    ranked = sorted(runs, key=lambda run: run.makespan())
+    distinct = [run for i, run in enumerate(ranked) if run.lists() not in [r.lists() for r in ranked[:i]]]
+    return tuple(Schedule("af_pipe_list", lowered=False, actions=run.lists()) for run in distinct)
 
 
 @dataclass(slots=True)

@@ -143,25 +143,27 @@ def test_a_choice_that_fits_though_its_estimate_says_otherwise_is_found() -> Non
 
 
 def test_the_best_of_each_depth_is_simulated_unless_it_cannot_be_faster() -> None:
-    """Estimates of two groups are too high here; four cannot reach what was found."""
-    choices = [
-        (2, 9.0, 20.0, 3.0),
-        (2, 8.0, 20.0, 3.0),
-        (1, 6.0, 20.0, 5.0),
-        (1, 5.0, 20.0, 9.0),
-        (4, 4.0, 4.5, 4.0),
-    ]
+    """(groups, estimate, truth): estimates of two groups are too high here; four cannot reach what was found."""
+    choices = [(2, 9.0, 3.0), (2, 8.0, 3.0), (1, 6.0, 5.0), (1, 5.0, 9.0), (4, 3.0, 4.0)]
     models = [SimpleNamespace(depth=c[0], choice=c) for c in choices]
     simulated: list[float] = []
 
     def run(model: Any) -> Any:
         simulated.append(model.choice[1])
-        return SimpleNamespace(fits=True, tokens_per_s_per_gpu=model.choice[3], gpus=1)
+        return SimpleNamespace(fits=True, tokens_per_s_per_gpu=model.choice[2], gpus=1)
 
-    found = search._fastest(  # type: ignore[type-var]
-        models, lambda m: search.Estimate(m.choice[1], 0.5, m.choice[2]), run, "any", 1
-    )
+    found = search._fastest(models, lambda m: search.Estimate(m.choice[1], 0.5), run, "any", 1)  # type: ignore[type-var]
     assert found.tokens_per_s_per_gpu == 5.0 and simulated == [9.0, 6.0]
+
+
+def test_where_the_shortest_order_does_not_fit_one_that_holds_less_is_taken() -> None:
+    whole = model_costs(find_model("DeepSeek-MoE-16B"), seq_length=8192)
+    choice = AFChoice(1, 32, 32, 1, 16, Dedup.NODE, recompute_ffn=True, in_flight=4, order="list")
+    af = AFModel(whole, find_cluster("H800-SXM5", 8), choice)
+    alone = [af_result(af, program=af.program(schedule)) for schedule in af.schedules()]
+    assert not alone[0].fits and any(one.fits for one in alone)
+    found = af_result(af)
+    assert found.fits and found.step_s > alone[0].step_s
 
 
 def test_no_sizes_that_fit_is_an_error(model: ModelCosts, cluster: Cluster) -> None:
