@@ -14,13 +14,16 @@ import contextlib
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
+import torch
+from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 from torch._dynamo.utils import _get_error_on_graph_break, _set_error_on_graph_break
+from torch.nn.parallel import DistributedDataParallel
 
 from disagmoe_compile.early_batch import innermost
 from disagmoe_compile.errors import CaptureError, InputError
@@ -30,8 +33,9 @@ from disagmoe_compile.runtime.session import Session
 
 
 class WatchedCall(AbstractContextManager[None]):
-    """Around one call of a compiled model. Raises CaptureError, one line, where the model was not captured whole,
-    InputError where it is on the meta device."""
+    """Around one call of a compiled model. Raises CaptureError, one line, where it was not captured whole, InputError where
+    it is on the meta device, wrapped in DistributedDataParallel, or traced more often than torch allows.
+    """
 
     def __enter__(self) -> None:
         self._several_ranks, self._answered = several_ranks(), Session.answered
@@ -47,7 +51,7 @@ class WatchedCall(AbstractContextManager[None]):
             self._config.__exit__(None, None, None)
             _set_error_on_graph_break(self._before)
         error = sys.exc_info()[1]
-        refused = as_capture_error(error) or _without_values(error)
+        refused = _unfit(error) or as_capture_error(error) or _without_values(error)
         if refused is not None:
             raise refused from error
         if error is None and self._several_ranks and Session.answered == self._answered:
@@ -57,21 +61,43 @@ class WatchedCall(AbstractContextManager[None]):
             )
 
 
+def _unfit(error: BaseException | None) -> InputError | None:
+    """For errors whose own text names a symptom in torch's words: what is wrong with the model that was called."""
+    if isinstance(error, FailOnRecompileLimitHit):
+        return InputError(
+            f"torch.compile traced this code {torch._dynamo.config.recompile_limit} times, each time for a value or a module "
+            "that it had not met, and that is its limit: pass what changes as a tensor, call torch._dynamo.reset() before "
+            "another model, or raise torch._dynamo.config.recompile_limit"
+        )
+    model = _called() if isinstance(error, TorchDynamoException) else None
+    if isinstance(model, DistributedDataParallel):
+        return InputError(
+            "the compiled model is wrapped in DistributedDataParallel: compile the model itself, its gradients are those of the "
+            "whole batch on every rank that holds them"
+        )
+    return None
+
+
 def _without_values(error: BaseException | None) -> InputError | None:
     """Dynamo names the first operation that meets a meta tensor and a real one; the user wants to know where values come from."""
-    frame = sys._getframe(1) if isinstance(error, TorchDynamoException) else None
+    model = _called() if isinstance(error, TorchDynamoException) else None
+    name = next((name for name, p in model.named_parameters() if p.is_meta), None) if model else None
+    if name is None:
+        return None
+    return InputError(
+        f"parameter {name} is on the meta device and has no values: before the first call, on every rank, "
+        "disagmoe_compile.load_safetensors(model, folder) or disagmoe_compile.init_weights(model)"
+    )
+
+
+def _called() -> nn.Module | None:
+    """The module that the call on its way is of."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         model = frame.f_locals.get("self")
         if isinstance(model, OptimizedModule):
-            name = next((name for name, p in model._orig_mod.named_parameters() if p.is_meta), None)
-            return (
-                None
-                if name is None
-                else InputError(
-                    f"parameter {name} is on the meta device and has no values: before the first call, on every rank, "
-                    "disagmoe_compile.load_safetensors(model, folder) or disagmoe_compile.init_weights(model)"
-                )
-            )
+            module: nn.Module = model._orig_mod
+            return module
         frame = frame.f_back
     return None
 

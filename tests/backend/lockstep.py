@@ -150,6 +150,12 @@ def outcomes_of_bad_calls(case: Case) -> dict[str, str]:
     attempt("call after a skipped backward", lambda: compiled(**batch(case, 3)))
     attempt("converted", lambda: (model.half(), compiled(**batch(case, 2))))
     torch._dynamo.reset()
+    wrapped = torch.nn.parallel.DistributedDataParallel(make_model(case))
+    attempt(
+        "DistributedDataParallel",
+        lambda: torch.compile(wrapped, backend="disagmoe", options=case.compile_options)(**batch(case, 0)),
+    )
+    torch._dynamo.reset()
     attempt(
         "no MoE region",
         lambda: torch.compile(torch.nn.Linear(4, 4), backend="disagmoe", options=case.compile_options)(

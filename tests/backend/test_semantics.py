@@ -49,6 +49,7 @@ def refusals(pool):
         ("step after a skipped backward", "rank 1 differs from rank 0 in the backward() calls before"),
         ("call after a skipped backward", "rank 1 differs from rank 0 in the backward() calls before"),
         ("converted", "convert or move the model before its first call"),
+        ("DistributedDataParallel", "compile the model itself"),
         ("no MoE region", "no MoE region found"),
         ("world size", "group sizes do not match the world size: attention_group_size=7, world size 2"),
         ("graph break", "lockstep.py:"),

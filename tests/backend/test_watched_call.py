@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from disagmoe_compile.backend import watched_call
-from disagmoe_compile.errors import CaptureError
+from disagmoe_compile.errors import CaptureError, InputError
 from disagmoe_compile.inspect.explain import explain
 from disagmoe_compile.models import styles
 from disagmoe_compile.models.styles.language_model import LanguageModel, Sizes
@@ -137,6 +137,31 @@ def test_a_call_that_dynamo_runs_without_the_backend_is_an_error_on_several_rank
     compiled = torch.compile(model, backend="disagmoe")
     with torch.compiler.set_stance("force_eager"), pytest.raises(CaptureError, match="without asking"):
         compiled(IDS)
+
+
+class Counting(nn.Module):
+    """Traced again for every length of its list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = styles.build("sorted_grouped_mm", n_layers=1)
+        self.steps: list[int] = []
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.inner(input_ids).logits + len(self.steps)
+
+
+def test_past_torchs_limit_of_traces_the_error_says_what_to_do(fresh_dynamo):
+    model = Counting()
+    compiled = torch.compile(model, backend="disagmoe", options={"stage_compiler": "eager"})
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        compiled(IDS)
+        model.steps.append(1)
+        with pytest.raises(
+            InputError, match=r"traced this code 1 times.*torch\._dynamo\.reset\(\)"
+        ) as caught:
+            compiled(IDS)
+    assert "\n" not in str(caught.value)
 
 
 def test_other_backends_are_left_alone(several_ranks):
