@@ -107,8 +107,9 @@ def partition_model(
         )
     programs = model_programs(graph_module, captured.batch_symbol)
     unsplit_loss = graph_module.meta.get(UNSPLIT_LOSS)
+    by_rules = batch_coupled(programs)  # first: what rules refuse they can explain
     by_numbers = coupled_by_numbers(programs, captured, unsplit_loss, loss_reduction)
-    coupled = tuple(dict.fromkeys([*batch_coupled(programs), *by_numbers]))
+    coupled = tuple(dict.fromkeys([*by_rules, *by_numbers]))
     return PartitionResult(graph_module, programs, reports, fingerprint(programs, passes), coupled)
 
 

@@ -8,7 +8,8 @@ of a causal one the half that is not masked. What a mask tensor hides is unknown
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import sympy
@@ -70,6 +71,13 @@ _CORE_PACKETS = frozenset(getattr(torch.ops.aten, name) for name in _CORES)
 _CORE_FORMULAS = {packet: _core_formula(packet.default) for packet in _CORE_PACKETS}
 
 
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Also of sizes that only data tells. A stage that fails inside a `no_grad` block does not leave the process in it."""
+    with torch.set_grad_enabled(torch.is_grad_enabled()), FakeTensorMode(shape_env=ShapeEnv()):
+        yield
+
+
 def tokens_of(program: AttentionProgram, sizes: Sizes) -> int:
     """T: rows of the tensor that this stage dispatches."""
     assert program.dispatch is not None
@@ -77,16 +85,14 @@ def tokens_of(program: AttentionProgram, sizes: Sizes) -> int:
 
 
 def attention_flops(program: AttentionProgram, sizes: Sizes) -> int:
-    # A stage that fails halfway through a `no_grad` block must not leave the process in it.
-    grad_mode = torch.set_grad_enabled(torch.is_grad_enabled())
-    with grad_mode, FakeTensorMode(shape_env=ShapeEnv()), flop_counter() as counter:
+    with fake_tensors(), flop_counter() as counter:
         program.module(*(example(one, sizes) for one in program.inputs))
     return round(counter.get_total_flops())
 
 
 def expert_flops(program: ExpertsProgram, n_tokens: int) -> int:
     """Every routed pair passes through one expert, whichever it is."""
-    with FakeTensorMode(shape_env=ShapeEnv()), flop_counter() as counter:
+    with fake_tensors(), flop_counter() as counter:
         rows_PD = torch.empty(n_tokens * program.top_k, program.in_features, dtype=program.token_dtype)
         weight_P = torch.empty(n_tokens * program.top_k, dtype=program.weight_dtype)
         params = (torch.empty(bind(p.shape, {})[1:], dtype=p.dtype) for p in program.params)

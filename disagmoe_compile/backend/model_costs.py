@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from disagmoe_compile.passes.program import (
     AttentionProgram,
@@ -30,7 +30,14 @@ from disagmoe_compile.passes.program import (
     StageInput,
     bind,
 )
-from disagmoe_compile.passes.stage_flops import Sizes, core_flops, example, flop_counter, tokens_of
+from disagmoe_compile.passes.stage_flops import (
+    Sizes,
+    core_flops,
+    example,
+    fake_tensors,
+    flop_counter,
+    tokens_of,
+)
 from disagmoe_compile.planner.step_costs import ComponentCosts, CostSet, ModelCosts
 
 _STATE = (InputKind.PARAMETER, InputKind.BUFFER)
@@ -100,7 +107,7 @@ class _Counter:
 
     def _remembered(self, key: Hashable, count: Callable[[], ComponentCosts]) -> ComponentCosts:
         if key not in self._known:
-            with FakeTensorMode():
+            with fake_tensors():
                 self._known[key] = count()
         return self._known[key]
 
@@ -152,8 +159,11 @@ def _count(
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            saved[storage._cdata] = storage.nbytes()
+        nbytes = storage.nbytes()
+        if storage._cdata not in own and not free_unbacked_symbols(
+            nbytes
+        ):  # what only data tells cannot be counted
+            saved[storage._cdata] = nbytes
         return tensor
 
     with flop_counter() as forward, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -61,5 +61,6 @@ def test_without_torch_its_own_checks_are_left_out(monkeypatch: pytest.MonkeyPat
 
 def test_people_see_the_advice(monkeypatch: pytest.MonkeyPatch, disagmoe: CommandLine) -> None:
     monkeypatch.setattr(doctor, "_version", lambda name: None)
+    monkeypatch.setenv("COLUMNS", "200")
     _, out, _ = disagmoe("doctor")
     assert "missing" in out and "pip install triton" in out

@@ -96,7 +96,7 @@ def test_missing_transformers_names_the_install_command(monkeypatch: pytest.Monk
     hf._transformers.cache_clear()
     hf._model_names.cache_clear()
     try:
-        with pytest.raises(InputError, match=r"pip install .*disagmoe-compile\[hf\]"):
+        with pytest.raises(InputError, match=r"pip install .*transformers"):
             hf.build("qwen3_moe")
     finally:
         hf._transformers.cache_clear()
