@@ -35,9 +35,9 @@ SIMULATED = 4
 """Choices of a system that are simulated, unless a setting says otherwise."""
 MAY_FIT = 1.5
 """Estimated memory, as a share of what may be filled, up to which a choice is simulated to see whether it fits."""
-OTHER_DEPTH = 1.5
-"""Of how much more than its estimate the best choice of another depth is thought capable: on 64 H800, DeepSeek-MoE at 8K, p = 16
-reached 1.37 of its estimate.
+MARGIN = 1.25
+"""How much more than its estimate a choice of another kind or depth is thought capable of: on 64 H800, DeepSeek-MoE at 8K, 22
+choices reached 0.78 to 1.07 of it at p up to 4, and 1.23 and 1.37 at p = 8 and 16, at half of the best one's speed.
 """
 MICRO_BATCHES = (1, 2, 4)
 TUTEL_DEGREES = (1, 2, 4, 8)
@@ -82,18 +82,25 @@ def best(setting: Setting, system: str) -> Result:
     """The fastest choice of a system. Raises InputError where no sizes fit together."""
     if system == "af_pipe":
         models, estimate = list(_af_models(setting)), _AFEstimates().of
-        usual = [m for m in models if _is_usual(m)]
-        others = [m for m in models if not _is_usual(m)]
-        found = [
-            _fastest(some, estimate, af_result, "af_pipe", setting.simulated)
-            for some in ((usual, others) if usual and others else (models,))
-        ]
-        return max(found, key=_preference)
+        found: Result | None = None
+        for is_usual in (True, False):
+            some = [m for m in models if _is_usual(m) is is_usual]
+            if some:
+                found = _fastest(some, estimate, af_result, setting.simulated, found)
+        return _if_any(found, system)
     rivals = (
         RivalModel(setting.model, setting.cluster, c, setting.assumptions)
         for c in _rival_choices(setting, system)
     )
-    return _fastest(rivals, _rival_estimate, rival_result, system, setting.simulated)
+    return _if_any(_fastest(rivals, _rival_estimate, rival_result, setting.simulated), system)
+
+
+def _if_any(found: Result | None, system: str) -> Result:
+    if found is None:
+        raise InputError(
+            f"no sizes of {system} fit these GPUs, this batch and these experts: change --nodes, the batch, or what is pinned"
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,46 +115,49 @@ def _fastest(
     models: Iterable[Model],
     estimate: Callable[[Model], Estimate],
     simulate: Callable[[Model], Result],
-    system: str,
     simulated: int,
-) -> Result:
+    found: Result | None = None,
+) -> Result | None:
     """Simulates the best by estimate until `simulated` of them fit, or twice as many were tried; those that should fit first.
-    Estimates of different depths err differently: then the best of each other depth, if it can be faster than what was found.
-    The estimate of memory is rough: then as many of those that may fit after all, if they should be faster.
+    The estimate of memory is rough: then as many of those that may fit after all, if they should be faster. Estimates of
+    different depths err differently: then the best of each other depth, if it can be faster than what was found.
+
+    `found`: a choice to beat. None where there is none and no model.
     """
     ranked = sorted(
         ((estimate(m), k, m) for k, m in enumerate(models)),
         key=lambda e: (e[0].memory > 1, -e[0].tokens_per_s, e[1]),
     )
-    if not ranked:
-        raise InputError(
-            f"no sizes of {system} fit these GPUs, this batch and these experts: change --nodes, the batch, or what is pinned"
-        )
     results: list[Result] = []
     left: list[tuple[Estimate, Model]] = []
     depths: set[int] = set()
-    for estimated, _, model in ranked:
-        fitting = sum(result.fits for result in results)
-        if len(results) < 2 * simulated and fitting < simulated:
-            results.append(simulate(model))
-            depths.add(model.depth)
-        else:
-            left.append((estimated, model))
+
+    def fastest() -> Result | None:
+        return max((r for r in (found, *results) if r is not None), key=_preference, default=None)
 
     def can_be_faster(tokens_per_s: float) -> bool:
-        found = max(results, key=_preference)
-        return not found.fits or tokens_per_s > found.tokens_per_s_per_gpu * found.gpus
+        best_yet = fastest()
+        if best_yet is None or not best_yet.fits:
+            return True
+        return tokens_per_s > best_yet.tokens_per_s_per_gpu * best_yet.gpus
 
-    for estimated, model in left:
-        if estimated.memory <= 1 and model.depth not in depths:
+    for estimated, _, model in ranked:
+        is_enough = len(results) >= 2 * simulated or sum(r.fits for r in results) >= simulated
+        if is_enough or (found is not None and not can_be_faster(estimated.tokens_per_s * MARGIN)):
+            left.append((estimated, model))
+        else:
+            results.append(simulate(model))
             depths.add(model.depth)
-            if can_be_faster(estimated.tokens_per_s * OTHER_DEPTH):
-                results.append(simulate(model))
     close = [e for e in left if 1 < e[0].memory <= MAY_FIT]
     for estimated, model in close[:simulated]:
         if can_be_faster(estimated.tokens_per_s):
             results.append(simulate(model))
-    return max(results, key=_preference)
+    for estimated, model in left:
+        if estimated.memory <= 1 and model.depth not in depths:
+            depths.add(model.depth)
+            if can_be_faster(estimated.tokens_per_s * MARGIN):
+                results.append(simulate(model))
+    return fastest()
 
 
 def _preference(result: Result) -> tuple[bool, float]:

@@ -138,7 +138,7 @@ def test_a_choice_that_fits_though_its_estimate_says_otherwise_is_found() -> Non
         simulated.append(name)
         return SimpleNamespace(name=name, fits=fits, tokens_per_s_per_gpu=speed, gpus=1)
 
-    found = search._fastest(models, lambda m: search.Estimate(*m.choice[1:3]), run, "any", 2)  # type: ignore[type-var]
+    found = search._fastest(models, lambda m: search.Estimate(*m.choice[1:3]), run, 2)  # type: ignore[type-var]
     assert found.name == "fits" and simulated == ["slow", "slower", "full", "fits"]  # type: ignore[attr-defined]
 
 
@@ -152,7 +152,7 @@ def test_the_best_of_each_depth_is_simulated_unless_it_cannot_be_faster() -> Non
         simulated.append(model.choice[1])
         return SimpleNamespace(fits=True, tokens_per_s_per_gpu=model.choice[2], gpus=1)
 
-    found = search._fastest(models, lambda m: search.Estimate(m.choice[1], 0.5), run, "any", 1)  # type: ignore[type-var]
+    found = search._fastest(models, lambda m: search.Estimate(m.choice[1], 0.5), run, 1)  # type: ignore[type-var]
     assert found.tokens_per_s_per_gpu == 5.0 and simulated == [9.0, 6.0]
 
 
