@@ -78,9 +78,7 @@ def bound_model(captured: CapturedGraph, partition: PartitionResult, options: Op
     if known is None:
         groups = PipelineGroups.create(topology, options.timeout_s)
         binding = bind(parameters, where, dist.get_rank(), groups.world)
-        fill(
-            root
-        )  # what this graph does not read has no owner, and is whole on every rank, as it would have been
+        fill(root)  # what this graph does not read has no owner: whole on every rank, as it would have been
         share_overflows()
         refuse_norms_of_parts()
         OPTIMIZER_GUARD.watch(binding, on_first_step=install(root, binding, groups))

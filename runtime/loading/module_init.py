@@ -52,9 +52,8 @@ class InitialValues:
         places = root.named_parameters(remove_duplicate=False)
         times_kept = Counter(id(parameter) for name, parameter in places if name not in copies)
         found: dict[str, torch.Tensor] = {}
-        shared: dict[
-            int, torch.Tensor
-        ] = {}  # of parameters that several modules initialise, the last one for good
+        # of parameters that several modules initialise, the last one for good
+        shared: dict[int, torch.Tensor] = {}
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.set_rng_state(self.generator_state)
             for prefix, module, init in in_order(root, self.init):
