@@ -14,11 +14,14 @@ from typing import Any
 
 import sympy
 import torch
+from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.utils.flop_counter import FlopCounterMode
 
+from disagmoe_compile.errors import UnsupportedModelError
+from disagmoe_compile.passes.metadata import describe, is_tensor, value
 from disagmoe_compile.passes.program import (
     AttentionProgram,
     ExpertsProgram,
@@ -72,10 +75,24 @@ _CORE_FORMULAS = {packet: _core_formula(packet.default) for packet in _CORE_PACK
 
 
 @contextmanager
-def fake_tensors() -> Iterator[None]:
-    """Also of sizes that only data tells. A stage that fails inside a `no_grad` block does not leave the process in it."""
-    with torch.set_grad_enabled(torch.is_grad_enabled()), FakeTensorMode(shape_env=ShapeEnv()):
-        yield
+def fake_tensors(module: Callable[..., object]) -> Iterator[None]:
+    """To run `module` on fake tensors, also of sizes that only data tells. A stage that fails inside a `no_grad` block does not
+    leave the process in it.
+
+    Raises UnsupportedModelError naming what has such a size, where `module` needs the number.
+    """
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()), FakeTensorMode(shape_env=ShapeEnv()):
+            yield
+    except Exception as error:
+        nodes = module.graph.nodes if isinstance(module, fx.GraphModule) else ()
+        sized_by_data = next((n for n in nodes if is_tensor(n) and free_unbacked_symbols(value(n))), None)
+        if sized_by_data is None:
+            raise
+        raise UnsupportedModelError(
+            f"{describe(sized_by_data)} has a size that depends on the values of a tensor, and what is made of it cannot be "
+            "planned; keep the sizes fixed: mask or pad with torch.where instead of selecting"
+        ) from error
 
 
 def tokens_of(program: AttentionProgram, sizes: Sizes) -> int:
@@ -85,14 +102,14 @@ def tokens_of(program: AttentionProgram, sizes: Sizes) -> int:
 
 
 def attention_flops(program: AttentionProgram, sizes: Sizes) -> int:
-    with fake_tensors(), flop_counter() as counter:
+    with fake_tensors(program.module), flop_counter() as counter:
         program.module(*(example(one, sizes) for one in program.inputs))
     return round(counter.get_total_flops())
 
 
 def expert_flops(program: ExpertsProgram, n_tokens: int) -> int:
     """Every routed pair passes through one expert, whichever it is."""
-    with fake_tensors(), flop_counter() as counter:
+    with fake_tensors(program.function), flop_counter() as counter:
         rows_PD = torch.empty(n_tokens * program.top_k, program.in_features, dtype=program.token_dtype)
         weight_P = torch.empty(n_tokens * program.top_k, dtype=program.weight_dtype)
         params = (torch.empty(bind(p.shape, {})[1:], dtype=p.dtype) for p in program.params)

@@ -82,9 +82,7 @@ class _Counter:
         signature = tuple(
             (one.kind, bind(one.shape, self._sizes), one.dtype, one.requires_grad) for one in program.inputs
         )
-        costs = self._remembered(
-            (_structure(program.module), signature), lambda: self._run_attention(program)
-        )
+        costs = self._remembered(program.module, signature, lambda: self._run_attention(program))
         own = {one.position: one for one in program.inputs if one.kind is InputKind.PARAMETER}
         new = [one for position, one in own.items() if position not in self._held]
         self._held |= set(own)
@@ -100,14 +98,15 @@ class _Counter:
             program.weight_dtype,
             shapes,
         )
-        costs = self._remembered(
-            (_structure(program.function), signature), lambda: self._run_experts(program, n_tokens)
-        )
+        costs = self._remembered(program.function, signature, lambda: self._run_experts(program, n_tokens))
         return replace(costs, parameters=sum(math.prod(shape) for shape, _, _ in shapes))
 
-    def _remembered(self, key: Hashable, count: Callable[[], ComponentCosts]) -> ComponentCosts:
+    def _remembered(
+        self, module: fx.GraphModule, signature: Hashable, count: Callable[[], ComponentCosts]
+    ) -> ComponentCosts:
+        key = (_structure(module), signature)
         if key not in self._known:
-            with fake_tensors():
+            with fake_tensors(module):
                 self._known[key] = count()
         return self._known[key]
 

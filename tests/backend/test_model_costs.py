@@ -8,11 +8,13 @@ import math
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from disagmoe_compile.backend.model_costs import traced_costs
+from disagmoe_compile.errors import UnsupportedModelError
 from disagmoe_compile.models.config_file import spec_from_config
 from disagmoe_compile.models.hf import build
-from disagmoe_compile.passes.stage_flops import core_flops, flop_counter
+from disagmoe_compile.passes.stage_flops import core_flops, fake_tensors, flop_counter
 from disagmoe_compile.planner.step_costs import ModelCosts, model_costs
 from disagmoe_compile.testing.virtual import capture_call
 
@@ -98,3 +100,18 @@ def test_a_model_without_a_loss_has_no_backward() -> None:
     assert math.isclose(
         sum(part.backward_flops for part in (*counted.attention, *counted.experts, counted.head)), 0
     )
+
+
+def test_a_size_that_data_decides_and_counting_needs_is_named_by_line():
+    def pads(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(x, (0, torch.nonzero(x).shape[0]))
+
+    module = torch.fx.symbolic_trace(pads)
+    (found,) = module.graph.find_nodes(op="call_function", target=torch.nonzero)
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        found.meta["example_value"] = torch.nonzero(torch.ones(4))
+    message = r"`nonzero` .*depends on the values of a tensor"
+    with pytest.raises(UnsupportedModelError, match=message), fake_tensors(module):
+        module(torch.ones(4))
+    with pytest.raises(RuntimeError, match="of another kind"), fake_tensors(module.forward):
+        raise RuntimeError("of another kind")
