@@ -41,6 +41,13 @@ def moved(
     return with_list(plan, group, [*actions[:at], Action.parse(text), *actions[at:]])
 
 
+def pulled(plan: Plan, group: Group, texts: list[str], before: str) -> Plan:
+    """The actions `texts` taken out and put in front of another."""
+    actions = [a for a in plan.training.of(group) if str(a) not in texts]
+    at = actions.index(Action.parse(before))
+    return with_list(plan, group, [*actions[:at], *parse(*texts), *actions[at:]])
+
+
 def with_stage(plan: Plan, index: int, **changes) -> Plan:
     stages = [dataclasses.replace(s, **changes) if s.index == index else s for s in plan.stages]
     return dataclasses.replace(plan, stages=tuple(stages))
@@ -76,7 +83,7 @@ BROKEN = {
     "order": moved(PLAN, A0, "2W0", before="2I0"),
     "reduce-grad": without(PLAN, A0, "0REDUCE_GRAD[grads.0]"),
     "memory": dataclasses.replace(PLAN, resident_limit=PLAN.resident_limit - 1),
-    "deadlock": moved(PLAN, F0, "1WAIT[dispatch.0]1", before="1F0"),
+    "deadlock": pulled(PLAN, F0, ["1RECV[dispatch.0]1", "1WAIT[dispatch.0]1"], before="1F0"),
     "race": without(PLAN, A0, "0WAIT[F]0@comm_send"),
 }
 
@@ -272,16 +279,9 @@ def test_a_tied_parameter_is_reduced_after_the_gradient_of_the_head():
     assert rules(moved(plan, A0, "2W0", after="0REDUCE_GRAD[grads.0]")) == ["reduce-grad"]
 
 
-def pulled(plan: Plan, group: Group, texts: list[str], before: str) -> Plan:
-    """The actions `texts` taken out and put in front of another."""
-    actions = [a for a in plan.training.of(group) if str(a) not in texts]
-    at = actions.index(Action.parse(before))
-    return with_list(plan, group, [*actions[:at], *parse(*texts), *actions[at:]])
-
-
 def test_groups_that_wait_for_each_other_deadlock():
     """The FFN group wants micro-batch 1 before it returns 0; attention sends 1 only after 0 came back."""
-    plan = moved(PLAN, F0, "1WAIT[dispatch.0]1", before="1F0")
+    plan = pulled(PLAN, F0, ["1RECV[dispatch.0]1", "1WAIT[dispatch.0]1"], before="1F0")
     found = validate(plan)
     assert {v.rule for v in found} == {"deadlock"}
     assert "1WAIT[dispatch.0]1" in found[0].message and "2WAIT[combine.0]0" in found[0].message
