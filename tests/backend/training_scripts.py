@@ -106,8 +106,8 @@ def gradient_scaler_with_an_overflow(options: Options) -> Errors:
     must skip the same steps as eager. Then a loss outside the model, and an optimizer without parameters on FFN ranks.
 
     Eager goes through the batch slice by slice, one for each attention rank and micro-batch: in half precision the gradient of a
-    weight is rounded, and overflows, as a sum over the tokens of one product. The head's, over all 72 tokens, does at 2**19; those
-    of four slices do not."""
+    weight is rounded, and overflows, as a sum over the tokens of one product. The head's, over all 72 tokens, does at 2**19;
+    those of four slices do not."""
     slices = options["attention_group_size"] * options["n_microbatches"]
     inside = Lockstep(tiny, sgd, options)
     _scaled_steps(inside, "half precision", _loss_inside, slices, init_scale=2.0**20, overflow_at=6)
