@@ -57,11 +57,13 @@ class CompiledStage(Protocol):
     def backward_input(
         self, saved: Saved, tangents: Mapping[int, torch.Tensor]
     ) -> tuple[dict[int, torch.Tensor], Saved]:
-        """Gradients of the non-parameter inputs, and what `backward_weight` needs."""
+        """Gradients of the non-parameter inputs, and what `backward_weight` needs. A stage that does not split hands out all
+        gradients here: held until W they would take as much as the parameters, for each micro-batch in between.
+        """
         ...
 
     def backward_weight(self, saved: Saved) -> dict[int, torch.Tensor]:
-        """Gradients of the parameters."""
+        """Gradients of the parameters, unless `backward_input` had them."""
         ...
 
 

@@ -113,8 +113,8 @@ class _Counter:
     def _run_attention(self, program: AttentionProgram) -> ComponentCosts:
         inputs = [_leaf(example(one, self._sizes), one, self._trains) for one in program.inputs]
         state = [value for one, value in zip(program.inputs, inputs) if one.kind in _STATE]
-        kept = sum(_nbytes(one, self._sizes) for one in program.inputs if _is_kept(one))
-        return _count(program.module, inputs, state, kept, self.samples)
+        kept = [value for one, value in zip(program.inputs, inputs) if _is_kept(one)]
+        return _count(program.module, inputs, state, kept, 0, self.samples)
 
     def _run_experts(self, program: ExpertsProgram, n_tokens: int) -> ComponentCosts:
         """Every routed pair passes through one expert, whichever it is."""
@@ -125,9 +125,9 @@ class _Counter:
             torch.empty(bind(p.shape, {})[1:], dtype=p.dtype, requires_grad=trains and p.requires_grad)
             for p in program.params
         ]
-        row = program.in_features * program.token_dtype.itemsize
-        kept = pairs * (row + program.weight_dtype.itemsize + torch.int64.itemsize)  # and its expert
-        return _count(program.function, [rows_PD, weight_P, *params], params, kept, self.samples)
+        experts_P = pairs * torch.int64.itemsize  # whose row it is
+        kept = [rows_PD, weight_P]
+        return _count(program.function, [*kept, *params], params, kept, experts_P, self.samples)
 
 
 def _structure(module: fx.GraphModule) -> Hashable:
@@ -147,11 +147,12 @@ def _count(
     function: Callable[..., object],
     inputs: Sequence[object],
     state: Sequence[object],
-    kept: int,
+    kept: Sequence[object],
+    kept_bytes: int,
     samples: int,
 ) -> ComponentCosts:
-    """Runs forward and backward on fake tensors. `state`: parameters and buffers, which are no activations. `kept`: bytes that
-    recompute keeps.
+    """Runs forward and backward on fake tensors. `state`: parameters and buffers, which are no activations. `kept`: inputs that
+    recompute keeps, with `kept_bytes` more.
     """
     saved: dict[int, int] = {}
     own = {tensor.untyped_storage()._cdata for tensor in state if isinstance(tensor, torch.Tensor)}
@@ -175,13 +176,17 @@ def _count(
             seeds = [torch.empty_like(result) for result in differentiable]
             torch.autograd.grad(differentiable, wanted, seeds, allow_unused=True)
     held = sum(saved.values())
+    inputs_kept = {t.untyped_storage()._cdata: t.nbytes for t in kept if isinstance(t, torch.Tensor)}
+    kept_bytes += sum(inputs_kept.values())
+    shared = sum(nbytes for storage, nbytes in saved.items() if storage in inputs_kept)
     return ComponentCosts(
         forward_flops=forward.get_total_flops() / samples,
         backward_flops=backward.get_total_flops() / samples,
         core_forward_flops=core_flops(forward) / samples,
         core_backward_flops=core_flops(backward) / samples,
         activation_bytes=held / samples,
-        activation_bytes_recompute=min(kept, held) / samples,
+        activation_bytes_recompute=min(kept_bytes, held) / samples,
+        second_forward_bytes=(held - shared) / samples,
     )
 
 
@@ -198,10 +203,6 @@ def _is_kept(one: StageInput) -> bool:
 
 def _numel(one: StageInput, sizes: Sizes) -> int:
     return math.prod(bind(one.shape, sizes))
-
-
-def _nbytes(one: StageInput, sizes: Sizes) -> int:
-    return 0 if one.dtype is None else _numel(one, sizes) * one.dtype.itemsize
 
 
 def _carried_bytes(program: AttentionProgram, sizes: Sizes) -> int:

@@ -55,33 +55,43 @@ def filled_stages(
     """The same with inputs, outputs, FLOPs and bytes of a micro-batch. Stages of `recomputed` roles keep their inputs alone."""
     attention = {p.stage: p for p in programs.attention}
     experts = {p.stage: p for p in programs.experts}
-    kept = _kept_bytes(programs, micro, recomputed)
+    held = _held_bytes(programs, micro, recomputed)
     filled = []
     for stage in holding_stages(programs, fqns, topology):
         if stage.role is Role.ATTENTION:
             sized = _with_attention_sizes(stage, attention[stage.index], micro)
-            filled.append(replace(sized, activation_bytes=kept[stage.index]))
+            filled.append(_holding(sized, held[stage.index]))
         else:
             n_tokens, n_sources = tokens_of(attention[stage.index - 1], micro), topology.attention_group_size
             sized = _with_expert_sizes(stage, experts[stage.index], n_tokens, n_sources)
-            filled.append(replace(sized, activation_bytes=kept[stage.index] * n_sources))
+            filled.append(_holding(sized, held[stage.index], n_sources))
     return tuple(filled)
 
 
-def _kept_bytes(programs: ModelPrograms, micro: Sizes, recomputed: Collection[Role]) -> dict[int, int]:
-    """Stage -> bytes kept for the backward of one attention rank's micro-batch, counted on the stages' own operations."""
+def _holding(stage: Stage, held: tuple[int, int], n_sources: int = 1) -> Stage:
+    kept, made_again = held
+    return replace(stage, activation_bytes=kept * n_sources, second_forward_bytes=made_again * n_sources)
+
+
+def _held_bytes(
+    programs: ModelPrograms, micro: Sizes, recomputed: Collection[Role]
+) -> dict[int, tuple[int, int]]:
+    """Stage -> bytes kept for the backward of one attention rank's micro-batch, and bytes that a second forward makes beside
+    them, counted on the stages' own operations.
+    """
     costs = traced_costs(programs, micro)
     samples = 1 if programs.batch_symbol is None else micro[programs.batch_symbol]
     of_stage = {
         **{2 * b: one for b, one in enumerate((*costs.attention, costs.head))},
         **{2 * b + 1: one for b, one in enumerate(costs.experts)},
     }
-    kept = {}
+    held = {}
     for index, one in of_stage.items():
         is_recomputed = (Role.FFN if index % 2 else Role.ATTENTION) in recomputed
-        per_sample = one.activation_bytes_recompute if is_recomputed else one.activation_bytes
-        kept[index] = round(samples * per_sample)
-    return kept
+        kept = one.activation_bytes_recompute if is_recomputed else one.activation_bytes
+        made_again = one.second_forward_bytes if is_recomputed else 0.0
+        held[index] = round(samples * kept), round(samples * made_again)
+    return held
 
 
 def owned_numels(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from disagmoe_compile.plan.action import COMPUTE_KINDS, Action, ActionKind
 from disagmoe_compile.plan.ir import Direction, Plan, Schedule, Transfer, TransferKind
-from disagmoe_compile.plan.steps import BACKWARD_WEIGHTS, Message, Step, Steps, parts_of
+from disagmoe_compile.plan.steps import BACKWARD_INPUTS, BACKWARD_WEIGHTS, Message, Step, Steps, parts_of
 from disagmoe_compile.plan.structure import reduced_stages
 from disagmoe_compile.plan.topology import Group, Role
 from disagmoe_compile.plan.transfers import Routes
@@ -199,27 +199,38 @@ def _held_by(step: Step) -> int:
     return -1 if step.action.kind in BACKWARD_WEIGHTS else 0
 
 
-def peak_residency(schedule: Schedule, weights: Mapping[int, int] | None = None) -> dict[Group, int]:
-    """The most (stage, micro-batch) activations each group holds at once in a training schedule, lowered or not.
-
-    `weights`: of one activation of each stage; what is counted then is their sum.
-    """
-    peaks: dict[Group, int] = {}
-    for group, actions in schedule.actions.items():
-        held = peak = 0
-        for action in actions:
-            for part in parts_of(action):
-                weight = 1 if weights is None else weights[part.stage]
-                held += weight * ((part.kind is ActionKind.FORWARD) - (part.kind in BACKWARD_WEIGHTS))
-                peak = max(peak, held)
-        peaks[group] = peak
-    return peaks
+def peak_residency(schedule: Schedule) -> dict[Group, int]:
+    """The most (stage, micro-batch) activations each group holds at once in a training schedule, lowered or not."""
+    return _peaks(schedule, kept=lambda _: 1, made_again=lambda _: 0)
 
 
 def peak_activation_bytes(plan: Plan) -> dict[Group, float]:
     """The most bytes that a rank of each group keeps for backwards at once, where routing shares tokens out evenly."""
     if plan.training is None:
         return dict.fromkeys(plan.topology.groups, 0.0)
-    held = peak_residency(plan.training, {stage.index: stage.activation_bytes for stage in plan.stages})
+    held = _peaks(
+        plan.training,
+        kept=lambda stage: plan.stages[stage].activation_bytes,
+        made_again=lambda stage: plan.stages[stage].second_forward_bytes,
+    )
     ranks = {g: plan.topology.ffn_group_size if g.role is Role.FFN else 1 for g in held}
     return {group: nbytes / ranks[group] for group, nbytes in held.items()}
+
+
+def _peaks(
+    schedule: Schedule, *, kept: Callable[[int], int], made_again: Callable[[int], int]
+) -> dict[Group, int]:
+    """`kept` of a stage is held from its F to the end of B or W, `made_again` from when its backward begins."""
+    peaks: dict[Group, int] = {}
+    for group, actions in schedule.actions.items():
+        held = peak = 0
+        for part in (part for action in actions for part in parts_of(action)):
+            if part.kind is ActionKind.FORWARD:
+                held += kept(part.stage)
+            elif part.kind in BACKWARD_INPUTS:
+                held += made_again(part.stage)
+            peak = max(peak, held)
+            if part.kind in BACKWARD_WEIGHTS:
+                held -= kept(part.stage) + made_again(part.stage)
+        peaks[group] = peak
+    return peaks

@@ -94,7 +94,8 @@ class Stage:
 
     `owned_fqns`: those whose gradients this stage reduces; a parameter shared by stages of one group is owned by its lowest.
     FLOPs and bytes are of one micro-batch on one rank (experts: of the whole group, as routing decides the share).
-    `activation_bytes` is what it keeps for its backward; a stage compiler that recomputes pointwise operations keeps less.
+    `activation_bytes` is what it keeps for its backward, from F on; `second_forward_bytes` what it makes beside that once its
+    backward begins, where the plan recomputes it. A stage compiler that recomputes pointwise operations keeps less.
     """
 
     index: int
@@ -107,6 +108,7 @@ class Stage:
     num_experts: int | None = None
     forward_flops: int = 0
     activation_bytes: int = 0
+    second_forward_bytes: int = 0
     expert_of: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

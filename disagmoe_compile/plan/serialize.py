@@ -198,10 +198,11 @@ def _stage(value: Any, where: str) -> Stage:
         "num_experts": _optional(_int),
         "forward_flops": _int,
         "activation_bytes": _int,
+        "second_forward_bytes": _int,
         "expert_of": lambda item, at: {key: _int(e, f"{at}.{key}") for key, e in _mapping(item, at).items()},
     }
-    # Plans of before experts could have separate parameters have no `expert_of`.
-    return _read(Stage, value, where, readers, optional=frozenset({"expert_of"}))
+    # Plans of before experts could have separate parameters, and of before second forwards were counted, do not have these.
+    return _read(Stage, value, where, readers, optional=frozenset({"expert_of", "second_forward_bytes"}))
 
 
 def _transfer(value: Any, where: str) -> Transfer:

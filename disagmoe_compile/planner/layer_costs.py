@@ -71,7 +71,8 @@ class ComponentCosts:
     `parameters`: elements the stage holds, whatever the batch. `forward_flops`, `backward_flops`: all of them, of which
     `core_forward_flops`, `core_backward_flops` run in the attention core (or a linear layer's recurrence), not in plain matmuls.
     `activation_bytes`: what the forward keeps for its backward; `activation_bytes_recompute`: the same where only the stage's
-    inputs are kept and the backward begins with another forward (then add `forward_flops` to the backward).
+    inputs are kept and the backward begins with another forward (then add `forward_flops` to the backward);
+    `second_forward_bytes`: what that forward makes beside them, of a traced model (0 in closed forms).
     """
 
     parameters: int = 0
@@ -81,6 +82,7 @@ class ComponentCosts:
     core_backward_flops: float = 0.0
     activation_bytes: float = 0.0
     activation_bytes_recompute: float = 0.0
+    second_forward_bytes: float = 0.0
 
     def __add__(self, other: ComponentCosts) -> ComponentCosts:
         return ComponentCosts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))

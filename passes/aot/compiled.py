@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from disagmoe_compile.errors import UnsupportedModelError
 from disagmoe_compile.passes.aot.compilers import BoxedGraph
@@ -67,9 +68,7 @@ class AotStage:
 
     def backward_input(self, saved: Saved, tangents: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], Saved]:
         if self.first is None or self.second is None:
-            gradients = self.backward(saved, tangents)
-            weights = {i: g for i, g in gradients.items() if i in self.weight_inputs}
-            return {i: g for i, g in gradients.items() if i not in self.weight_inputs}, weights
+            return self.backward(saved, tangents), None
         checked = self._checked(tangents)
         gradients, boundary = _run(self.first, saved, checked)
         state = [_value(source, saved, checked) for source in self.second.sources]
@@ -77,7 +76,7 @@ class AotStage:
 
     def backward_weight(self, saved: Saved) -> dict[int, Tensor]:
         if self.second is None:
-            return dict(saved)
+            return {}
         with torch.no_grad(), torch._C._DisableAutocast():
             results = self.second.run(list(saved))
         return _gradients(self.second.gradients, results)
@@ -130,32 +129,65 @@ class EagerStage:
     splits_weight_gradient: bool = field(default=False, init=False)
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Saved]:
-        leaves = [t.detach().requires_grad_(r) for t, r in zip(inputs, self.requires_grad)]
-        with torch.set_grad_enabled(any(self.requires_grad)), _autocast(self.autocast):
-            outputs = list(self.module(*leaves))
-        return [out.detach().contiguous() for out in outputs], (leaves, outputs)
+        trains = any(self.requires_grad)
+        with torch.set_grad_enabled(trains), _autocast(self.autocast):
+            entered = [self._enter(position, tensor) for position, tensor in enumerate(inputs)]
+            outputs = list(self.module(*entered))
+        return [out.detach().contiguous() for out in outputs], self._graph(
+            entered, outputs
+        ) if trains else None
+
+    def _enter(self, position: int, tensor: Tensor) -> Tensor:
+        if not self.requires_grad[position]:
+            return tensor.detach()
+        if position in self.weight_inputs:
+            return tensor.detach().requires_grad_()
+        entered: Tensor = _Entry.apply(torch.empty(0, requires_grad=True), tensor)  # type: ignore[no-untyped-call]
+        return entered
+
+    def _graph(self, entered: Sequence[Tensor], outputs: Sequence[Tensor]) -> _EagerGraph:
+        return _EagerGraph(
+            {i: get_gradient_edge(entered[i]) for i, needed in enumerate(self.requires_grad) if needed},
+            {i: get_gradient_edge(outputs[i]) for i in self.tangents},
+        )
 
     def backward(self, saved: Saved, tangents: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        leaves, outputs = saved
-        at = [i for i, r in enumerate(self.requires_grad) if r]
-        if not at or not self.tangents:
+        if not self.tangents or saved is None:
             return {}
         gradients = torch.autograd.grad(
-            [outputs[i] for i in self.tangents],
-            [leaves[i] for i in at],
-            [tangents[i] for i in self.tangents],
+            list(saved.outputs.values()),
+            list(saved.inputs.values()),
+            [tangents[i] for i in saved.outputs],
             retain_graph=True,  # the graph goes when the executor drops `saved`
             allow_unused=True,
         )
-        return _gradients(at, gradients)
+        return _gradients(list(saved.inputs), gradients)
 
     def backward_input(self, saved: Saved, tangents: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], Saved]:
-        gradients = self.backward(saved, tangents)
-        weights = {i: g for i, g in gradients.items() if i in self.weight_inputs}
-        return {i: g for i, g in gradients.items() if i not in self.weight_inputs}, weights
+        return self.backward(saved, tangents), None
 
     def backward_weight(self, saved: Saved) -> dict[int, Tensor]:
-        return dict(saved)
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class _EagerGraph:
+    """Where gradients go in and come out, by position. Edges hold no values: of a forward lives what its operations save."""
+
+    inputs: Mapping[int, GradientEdge]
+    outputs: Mapping[int, GradientEdge]
+
+
+class _Entry(torch.autograd.Function):
+    """An activation at the start of a stage's graph. A leaf would be kept by the graph, whether an operation saves it or not."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, activation: Tensor) -> Tensor:
+        return activation.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, gradients[0]
 
 
 @contextlib.contextmanager

@@ -1,14 +1,17 @@
-"""Bytes of activations that a worker holds for backwards, counted after every forward and backward of a step."""
+"""Bytes of activations that a worker holds for backwards, counted after every forward, second forward and backward of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
+from unittest import mock
 from weakref import WeakSet
 
 import torch
+from torch.autograd.graph import GradientEdge, Node
 
+from disagmoe_compile.passes.aot import RecomputedStage
 from disagmoe_compile.runtime.worker import Worker
 
 
@@ -20,12 +23,10 @@ class _Kept:
 
 
 class SavedBytes:
-    """`peak[rank]`: the most that a rank held at once, parameters and the call's own arguments aside; `peak_waiting` of backwards
-    that have not begun, without what lies between I and W. An `edit_workers`."""
+    """`peak[rank]`: the most that a rank held at once, parameters and the call's own arguments aside. An `edit_workers`."""
 
     def __init__(self) -> None:
         self.peak: dict[int, int] = {}
-        self.peak_waiting: dict[int, int] = {}
         self._by_autograd: dict[tuple[int, int, int], WeakSet[_Kept]] = {}  # (rank, stage, micro-batch)
 
     def __call__(self, workers: Iterable[Worker]) -> None:
@@ -42,14 +43,26 @@ class SavedBytes:
                 kept.add(one)
                 return one
 
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one.tensor):
-                run(stage, microbatch, **kwargs)
-            waiting = [worker._saved, self._of_autograd(worker, worker._saved)]
-            begun = [worker._weight_work, self._of_autograd(worker, worker._weight_work)]
-            for peak, held in ((self.peak, [*waiting, *begun]), (self.peak_waiting, waiting)):
-                peak[worker.rank] = max(peak.get(worker.rank, 0), bytes_of(held, worker))
+            def again(recomputed: RecomputedStage, inputs: Any) -> Any:
+                made = run_again(recomputed, inputs)
+                self._note(worker, inputs, made, [one.tensor for one in kept])
+                return made
 
+            with (
+                torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one.tensor),
+                mock.patch.object(RecomputedStage, "_again", again),
+            ):
+                run(stage, microbatch, **kwargs)
+            self._note(worker)
+
+        run_again = RecomputedStage._again
         return counted
+
+    def _note(self, worker: Worker, *at_work: Any) -> None:
+        held: list[Any] = list(at_work)
+        for waiting in (worker._saved, worker._weight_work):
+            held += [waiting, self._of_autograd(worker, waiting)]
+        self.peak[worker.rank] = max(self.peak.get(worker.rank, 0), bytes_of(held, worker))
 
     def _of_autograd(self, worker: Worker, stages: Iterable[tuple[int, int]]) -> list[torch.Tensor]:
         return [one.tensor for key in stages for one in self._by_autograd.get((worker.rank, *key), ())]
@@ -72,5 +85,19 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for one in value:
             yield from _tensors(one)
+    elif isinstance(value, GradientEdge):
+        yield from _leaves(value.node)
     elif is_dataclass(value):
         yield from _tensors([getattr(value, field.name) for field in fields(value)])
+
+
+def _leaves(root: Node) -> Iterator[torch.Tensor]:
+    """What a graph holds beside what its operations save."""
+    seen, stack = set(), [root]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack += [following for following, _ in node.next_functions if following is not None]
+            if hasattr(node, "variable"):
+                yield node.variable
