@@ -7,9 +7,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 # Before torch is imported: test workers and their ranks are many processes on few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile(
+    "untimed", deadline=None
+)  # an example takes longer on a busy machine: no fault of the code
+settings.load_profile("untimed")
 
 if TYPE_CHECKING:
     from disagmoe_compile.testing.pool import GlooPool
