@@ -10,12 +10,13 @@ from typing import Any
 
 from disagmoe_compile.errors import InputError
 from disagmoe_compile.plan.exchange import PAYLOAD_DTYPES
+from disagmoe_compile.plan.recompute import RECOMPUTE
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "schedule": ("af_pipe", "gpipe"),
     "stage_compiler": ("inductor", "aot_eager", "eager"),
     "dedup": ("none", "rank", "node"),
-    "recompute": ("none", "stage", "attention", "ffn"),
+    "recompute": RECOMPUTE,
     "loss_reduction": ("auto", "mean", "sum"),
 }
 # Promised values that this version does not run yet: asking for one is an error, never a silent fallback.

@@ -31,6 +31,7 @@ from disagmoe_compile.plan.completeness import peak_residency
 from disagmoe_compile.plan.exchange import RowExchange
 from disagmoe_compile.plan.files import load_plan
 from disagmoe_compile.plan.ir import Plan, Schedule, TensorSpec, Workload
+from disagmoe_compile.plan.recompute import recomputes
 from disagmoe_compile.plan.sizing import Sizing
 from disagmoe_compile.plan.topology import Role, Topology
 from disagmoe_compile.plan.transfers import BoundarySizes, build_transfers
@@ -86,7 +87,7 @@ def make_plan(
     workload = choose_workload(programs, sizes, topology, options)
     micro = microbatch_sizes(programs, sizes, workload.microbatch_size)
     boundaries = [boundary_sizes(a, e, micro) for a, e in zip(programs.attention, programs.experts)]
-    recomputed = [role for role in Role if options.recompute in ("stage", role.value)]
+    recomputed = [role for role in Role if recomputes(options.recompute, role)]
     stages = filled_stages(programs, parameter_fqns, micro, topology, recomputed)
     trains = programs.trains
     transfers = build_transfers(

@@ -100,7 +100,7 @@ def _planned(
             pipeline_groups=options.pipeline_groups or groups,
             attention_group_size=options.attention_group_size,
             ffn_group_size=options.ffn_group_size,
-            recompute=options.recompute == "stage",
+            recompute=options.recompute,
             shared_experts_on="attention",
             state=TrainingState(costs.element_bytes, costs.element_bytes, 2 * costs.element_bytes),
         ),

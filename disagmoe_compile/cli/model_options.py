@@ -25,9 +25,6 @@ FfnGroupSizeOption = Annotated[
 ]
 CostsOption = Annotated[str, typer.Option(help="corrected, or paper: as printed there.")]
 DedupOption = Annotated[str, typer.Option(help="Copies of a token that are sent: none, rank or node.")]
-RecomputeOption = Annotated[
-    str | None, typer.Option(help="none or stage, on both sides.", show_default="chosen, a side")
-]
 SharedExpertsOnOption = Annotated[str | None, typer.Option(help="attention or ffn.", show_default="chosen")]
 
 Value = TypeVar("Value")

@@ -22,7 +22,6 @@ from disagmoe_compile.cli.model_options import (
     MicroBatchSizeOption,
     NodesOption,
     PipelineGroupsOption,
-    RecomputeOption,
     SeqLengthOption,
     SequencesPerGpuOption,
     SharedExpertsOnOption,
@@ -32,6 +31,7 @@ from disagmoe_compile.cli.output import DebugOption, JsonOption, Output, command
 from disagmoe_compile.cli.plan_refine import MEASURED, SIMULATED, Refining, refined
 from disagmoe_compile.errors import InputError
 from disagmoe_compile.models.catalogue import find_model
+from disagmoe_compile.plan.recompute import RECOMPUTE
 from disagmoe_compile.plan.sizing import Sizing, dump_sizing
 from disagmoe_compile.planner.allocation import solve
 from disagmoe_compile.planner.hardware import Cluster, find_cluster, local_cpu
@@ -114,7 +114,10 @@ def plan(
     ffn_group_size: FfnGroupSizeOption = None,
     costs: CostsOption = "corrected",
     dedup: DedupOption = "rank",
-    recompute: RecomputeOption = None,
+    recompute: Annotated[
+        str | None,
+        typer.Option(help="none, stage (both sides), attention or ffn.", show_default="chosen, a side"),
+    ] = None,
     shared_experts_on: SharedExpertsOnOption = None,
     shard_optimizer: Annotated[
         bool, typer.Option("--shard-optimizer", help="May shard optimizer state over attention replicas.")
@@ -189,7 +192,7 @@ def plan(
             whole_nodes=whole_nodes,
             free_nics=one_of("nics", nics, {"tied": False, "free": True}),
             nic_share=nic_share,
-            recompute=False if measured else one_of("recompute", recompute, {"none": False, "stage": True}),
+            recompute="none" if measured else one_of("recompute", recompute, {c: c for c in RECOMPUTE}),
             shared_experts_on="attention" if measured else shared_experts_on,
             shard_optimizer=None if shard_optimizer else False,
             state=_FP32_STATE if is_local else TrainingState(),

@@ -21,7 +21,6 @@ from disagmoe_compile.cli.model_options import (
     MicroBatchSizeOption,
     NodesOption,
     PipelineGroupsOption,
-    RecomputeOption,
     SeqLengthOption,
     SequencesPerGpuOption,
     SharedExpertsOnOption,
@@ -57,7 +56,9 @@ def simulate(
     ] = None,
     costs: CostsOption = "corrected",
     dedup: DedupOption = "rank",
-    recompute: RecomputeOption = None,
+    recompute: Annotated[
+        str | None, typer.Option(help="none or stage, on both sides.", show_default="chosen, a side")
+    ] = None,
     shared_experts_on: SharedExpertsOnOption = None,
     schedules: Annotated[
         str,

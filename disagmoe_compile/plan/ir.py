@@ -22,6 +22,7 @@ from enum import StrEnum
 from typing import Any
 
 from disagmoe_compile.plan.action import Action
+from disagmoe_compile.plan.recompute import recomputes
 from disagmoe_compile.plan.shares import fair_share, samples_of
 from disagmoe_compile.plan.topology import Group, Role, Topology
 
@@ -243,7 +244,7 @@ class Plan:
 
     def recomputes(self, role: Role) -> bool:
         """Whether stages of this role keep only their inputs and run their forward again in the backward."""
-        return self.options.get("recompute", "none") in ("stage", role.value)
+        return recomputes(self.options.get("recompute", "none"), role)
 
     @property
     def mean_fill(self) -> float:

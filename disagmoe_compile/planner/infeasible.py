@@ -124,8 +124,8 @@ def _changes(problem: SizingProblem) -> Iterator[str]:
     for name in ("attention_group_size", "ffn_group_size", "pipeline_groups"):
         if getattr(options, name) is not None and is_possible(_with(problem, **{name: None})):
             yield f"leave out {name}"
-    if options.recompute is False and is_possible(_with(problem, recompute=None)):
-        yield "recompute"
+    if options.recompute not in (None, "stage") and is_possible(_with(problem, recompute=None)):
+        yield "recompute" if options.recompute == "none" else "recompute both sides"
     if options.shard_optimizer is False and is_possible(_with(problem, shard_optimizer=None)):
         yield "shard the optimizer state over the attention replicas"
     if options.whole_nodes and is_possible(_with(problem, whole_nodes=False)):

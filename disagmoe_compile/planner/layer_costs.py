@@ -72,7 +72,7 @@ class ComponentCosts:
     `core_forward_flops`, `core_backward_flops` run in the attention core (or a linear layer's recurrence), not in plain matmuls.
     `activation_bytes`: what the forward keeps for its backward; `activation_bytes_recompute`: the same where only the stage's
     inputs are kept and the backward begins with another forward (then add `forward_flops` to the backward);
-    `second_forward_bytes`: what that forward makes beside them, of a traced model (0 in closed forms).
+    `second_forward_bytes`: what that forward makes beside them.
     """
 
     parameters: int = 0

@@ -14,11 +14,14 @@ one direction (twice as many in all), n micro-batches of a step, b sequences of 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 from disagmoe_compile.errors import InputError
+from disagmoe_compile.plan.recompute import RECOMPUTE, recomputes
+from disagmoe_compile.plan.topology import Role
 from disagmoe_compile.planner.hardware import Cluster
 from disagmoe_compile.planner.step_costs import Dedup, ModelCosts
 
@@ -88,6 +91,7 @@ class TrainingState:
 class SizingOptions:
     """What the user fixes; None lets the planner choose.
 
+    `recompute`: one of `plan.recompute.RECOMPUTE`.
     `dedup`: copies of a token that are sent. `whole_nodes`: every group takes whole nodes. `free_nics`: NICs are shared out like
     GPUs; otherwise a group has those of its GPUs. `nic_share`: share of all NICs that the two sides use together (the paper
     uses half). `usable_memory`: share of a GPU's memory that a plan may fill, ASSUMED; the rest is for kernels, buffers of
@@ -101,7 +105,7 @@ class SizingOptions:
     whole_nodes: bool = False
     free_nics: bool = False
     nic_share: float = 1.0
-    recompute: bool | None = None
+    recompute: str | None = None
     shared_experts_on: str | None = None
     shard_optimizer: bool | None = False
     usable_memory: float = 0.9
@@ -115,6 +119,8 @@ class SizingOptions:
             value = getattr(self, name)
             if not (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1):
                 raise InputError(f"{name} must be a share above 0 and up to 1, got {value!r}")
+        if self.recompute not in (None, *RECOMPUTE):
+            raise InputError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {self.recompute!r}")
         if self.shared_experts_on not in (None, "attention", "ffn"):
             raise InputError(f"shared_experts_on must be attention or ffn, got {self.shared_experts_on!r}")
 
@@ -253,9 +259,13 @@ class SizingProblem:
         in_flight = sorted({q for i in range(4) for q in (2**i, groups * 2**i) if q <= 8 * groups})
         if self.workload.fills_pipeline:
             in_flight = list(range(1, 4 * groups + 1))
-        recompute = (False, True) if self.options.recompute is None else (self.options.recompute,)
         shard = (False, True) if self.options.shard_optimizer is None else (self.options.shard_optimizer,)
-        return [Policy(a, f, s, q) for a in recompute for f in recompute for s in shard for q in in_flight]
+        sides = [self._may_recompute(role) for role in (Role.ATTENTION, Role.FFN)]
+        return [Policy(a, f, s, q) for a, f, s, q in itertools.product(*sides, shard, in_flight)]
+
+    def _may_recompute(self, role: Role) -> tuple[bool, ...]:
+        choice = self.options.recompute
+        return (False, True) if choice is None else (recomputes(choice, role),)
 
     def nics_of_groups(self, layout: Layout) -> Iterator[tuple[float, float]]:
         """NICs of an attention and an FFN group: those of their GPUs, or every split into whole ones."""

@@ -107,7 +107,7 @@ def model_costs(
     """Costs of every stage of `spec` from the closed forms of `layer_costs.py`. Raises InputError for a length below 1.
 
     With recompute an attention stage keeps its inputs: the residual stream and the experts' summed output, 2 H a token, the first
-    stage token numbers. Ours.
+    stage token numbers. Ours. The second forward is taken to make everything anew; a traced model is counted.
     """
     work = SequenceWork(seq_length, element_bytes, cost_set)
     stage_inputs = ComponentCosts(activation_bytes_recompute=work.bytes_of(2 * spec.hidden))
@@ -125,16 +125,20 @@ def model_costs(
         seq_length=seq_length,
         cost_set=cost_set,
         element_bytes=element_bytes,
-        attention=tuple(stages),
-        experts=(routed_experts(spec, work),) * len(stages),
-        shared=(shared_experts(spec, work),) * len(stages),
-        head=current + head(spec, work),
+        attention=tuple(map(_made_again, stages)),
+        experts=(_made_again(routed_experts(spec, work)),) * len(stages),
+        shared=(_made_again(shared_experts(spec, work)),) * len(stages),
+        head=_made_again(current + head(spec, work)),
         token_bytes=spec.hidden * element_bytes,
         residual_bytes_per_token=spec.hidden * element_bytes,
         num_experts=spec.num_experts,
         top_k=spec.top_k,
         tied_embeddings=spec.tied_embeddings,
     )
+
+
+def _made_again(costs: ComponentCosts) -> ComponentCosts:
+    return replace(costs, second_forward_bytes=costs.activation_bytes)
 
 
 def with_recompute(costs: ComponentCosts, *, recompute: bool) -> ComponentCosts:

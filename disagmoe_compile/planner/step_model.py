@@ -20,7 +20,7 @@ inside a group, imbalance of routing, latency of a message, optimizer time, read
 is counted as NIC traffic, so groups that share nodes look slower than they are. A simulator may refine all of it.
 
 Bytes of a rank: weights, gradients and optimizer state of its stages, and what the schedule holds (`residency.py`); with
-recompute the inputs of a stage, and one stage in full while its backward runs.
+recompute the inputs of a stage, and what the second forward of one stage makes while its backward runs.
 
 Legend: see `sizing_problem.py`; L boundaries, V bytes of one exchange for one sequence.
 """
@@ -312,8 +312,8 @@ class StepModel:
                 weights = [0.0] * (2 * self.costs.n_boundaries + 1)
                 for b in members:
                     weights[2 * b] = with_recompute(stages[b], recompute=recompute).activation_bytes
-                full = max(stages[b].activation_bytes for b in members) if recompute else 0.0
-                most = max(most, peak_resident(weights, policy.in_flight) + full)
+                again = max(stages[b].second_forward_bytes for b in members) if recompute else 0.0
+                most = max(most, peak_resident(weights, policy.in_flight) + again)
             return most
 
         return self._once(("held", groups, layout.shared_on_ffn, recompute, policy.in_flight), held)
@@ -344,8 +344,9 @@ class StepModel:
             share = routed / self.effective_ranks(layout.ffn_group_size) + shared / layout.ffn_group_size
             return layout.attention_group_size * layout.micro_batch_size * share
 
-        full = on_rank("activation_bytes")
-        return (on_rank("activation_bytes_recompute"), full) if recompute else (full, 0.0)
+        if not recompute:
+            return on_rank("activation_bytes"), 0.0
+        return on_rank("activation_bytes_recompute"), on_rank("second_forward_bytes")
 
     def ffn_resident(self, groups: int, in_flight: int) -> float:
         """(stage, micro-batch) activations that the FFN group with most of them holds at once."""

@@ -16,7 +16,7 @@ from disagmoe_compile.errors import InputError
 from disagmoe_compile.models.hf import build
 from disagmoe_compile.plan.topology import Topology
 from disagmoe_compile.planner.exhaustive import ranked
-from disagmoe_compile.planner.hardware import local_cpu
+from disagmoe_compile.planner.hardware import Cluster, local_cpu
 from disagmoe_compile.planner.sizing_problem import (
     SizingOptions,
     SizingProblem,
@@ -28,7 +28,7 @@ from disagmoe_compile.testing.virtual import CapturedCall, capture_call
 
 
 def captured(**overrides: int) -> CapturedCall:
-    model = build("qwen3_moe", n_layers=1, seed=0, **overrides)[0]
+    model = build("qwen3_moe", **{"n_layers": 1, "seed": 0, **overrides})[0]
     ids = torch.randint(3, 250, (12, 16), generator=torch.Generator().manual_seed(0))
     return capture_call(model, {"input_ids": ids, "labels": ids.clone()})
 
@@ -46,6 +46,13 @@ def wide() -> CapturedCall:
 def sized(call: CapturedCall, world_size: int, **options: object) -> tuple[Topology, Options]:
     sizes = call.captured.sizes(call.arguments)
     return choose_sizes(call.partition.programs, sizes, Options(**options), world_size)  # type: ignore[arg-type]
+
+
+FFN_RANKS = {"attention": 3, "ffn": 1}  # so that this side is short of memory
+
+
+def with_memory(cluster: Cluster, memory_bytes: float) -> Cluster:
+    return dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_bytes=memory_bytes))
 
 
 def split(call: CapturedCall, world_size: int, **options: object) -> tuple[int, int, int]:
@@ -92,7 +99,7 @@ def test_the_choice_is_that_of_the_planner_of_the_command(narrow):
     costs = traced_costs(programs, sizes)
     workload = TrainingWorkload(costs.seq_length, global_batch_size=12, fills_pipeline=True)
     state = TrainingState(weight_bytes=4, gradient_bytes=4, optimizer_bytes=8)
-    options = SizingOptions(recompute=False, shared_experts_on="attention", state=state)
+    options = SizingOptions(recompute="none", shared_experts_on="attention", state=state)
     best = ranked(SizingProblem(costs, local_cpu(8), workload, options))[0][1]
     topology, chosen = sized(narrow, 8)
     assert best.layout.sizes == (
@@ -101,6 +108,41 @@ def test_the_choice_is_that_of_the_planner_of_the_command(narrow):
         topology.ffn_group_size,
     )
     assert best.policy.in_flight == chosen.microbatches_in_flight
+
+
+@pytest.mark.parametrize("side", ["attention", "ffn"])
+def test_recompute_of_one_side_makes_the_room_that_no_plan_without_it_has(narrow, side, monkeypatch):
+    """Of memory there is more than the leanest plan with it needs, and less than any without."""
+    call = narrow if side == "attention" else captured(moe_intermediate_size=512, n_layers=2)
+    programs, sizes = call.partition.programs, call.captured.sizes(call.arguments)
+    costs = traced_costs(programs, sizes)
+    workload = TrainingWorkload(costs.seq_length, global_batch_size=12, fills_pipeline=True)
+    state = TrainingState(weight_bytes=4, gradient_bytes=4, optimizer_bytes=8)
+
+    def problem(recompute: str, memory_bytes: float = 1e12) -> SizingProblem:
+        cluster = with_memory(local_cpu(4), memory_bytes)
+        options = SizingOptions(
+            ffn_group_size=FFN_RANKS[side], recompute=recompute, shared_experts_on="attention", state=state
+        )
+        return SizingProblem(costs, cluster, workload, options)
+
+    def least(recompute: str) -> float:
+        found = [prediction for prediction, _ in ranked(problem(recompute))]
+        return min(max(p.attention.memory_bytes, p.ffn.memory_bytes) for p in found)
+
+    assert least(side) < least("none")
+    between = (least(side) + least("none")) / 2 / SizingOptions().usable_memory
+    monkeypatch.setattr(sizing, "_this_machine", lambda ranks: with_memory(local_cpu(ranks), between))
+    with pytest.raises(InputError, match=rf"memory\[{side}\]"):
+        sized(call, 4, recompute="none", ffn_group_size=FFN_RANKS[side])
+    best = ranked(problem(side, between))[0][1]
+    topology, chosen = sized(call, 4, recompute=side, ffn_group_size=FFN_RANKS[side])
+    assert best.layout.attention_group_size == topology.attention_group_size
+    assert best.policy.in_flight == chosen.microbatches_in_flight
+    assert (best.policy.recompute_attention, best.policy.recompute_ffn) == (
+        side == "attention",
+        side == "ffn",
+    )
 
 
 @pytest.mark.parametrize(

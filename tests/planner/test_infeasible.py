@@ -42,7 +42,7 @@ def test_memory_of_ffn_ranks_is_named_with_both_numbers_and_the_group_size_that_
 
 def test_recompute_is_suggested_where_it_makes_room() -> None:
     costs = costs_of(parameters=0, activation_bytes=1e6)
-    problem = problem_of(costs, cluster_of(memory_bytes=2.1e6), recompute=False, micro_batch_size=1)
+    problem = problem_of(costs, cluster_of(memory_bytes=2.1e6), recompute="none", micro_batch_size=1)
     error = infeasible(problem)
     assert "recompute" in error.changes
     assert is_possible(replace(problem, options=replace(problem.options, recompute=None)))

@@ -27,7 +27,7 @@ def problem() -> SizingProblem:
     """Four layers on 8 GPUs: a step simulates in milliseconds."""
     spec = find_model("DeepSeek-MoE-16B")
     costs = model_costs(replace(spec, layers=spec.layers[:5]), seq_length=1024)
-    options = SizingOptions(pipeline_groups=1, recompute=False, shared_experts_on="attention")
+    options = SizingOptions(pipeline_groups=1, recompute="none", shared_experts_on="attention")
     return SizingProblem(
         costs, find_cluster("h800"), TrainingWorkload(1024, sequences_per_gpu=2, micro_batch_size=1), options
     )
