@@ -179,5 +179,14 @@ def emit(graph: fx.Graph, target: Any, args: Sequence[Any], kwargs: dict[str, An
     return node
 
 
+def emit_for(
+    graph: fx.Graph, origin: fx.Node, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None
+) -> fx.Node:
+    """`emit`, naming the user's line that made `origin` as the source of the new node."""
+    node = emit(graph, target, args, kwargs)
+    node.meta["stack_trace"] = origin.meta.get("stack_trace")
+    return node
+
+
 def free_symbols(dims: Iterable[Dim]) -> set[sympy.Symbol]:
     return set().union(*(dim.free_symbols for dim in dims if isinstance(dim, sympy.Expr)), set())

@@ -18,7 +18,7 @@ from disagmoe_compile.models.styles.batched_mm import BatchedMM
 from disagmoe_compile.models.styles.dense_einsum import DenseEinsum
 from disagmoe_compile.models.styles.expert_choice import ExpertChoice
 from disagmoe_compile.models.styles.gathered_einsum import GatheredEinsum
-from disagmoe_compile.models.styles.gshard import GShard
+from disagmoe_compile.models.styles.gshard import GShard, GShardModuleList
 from disagmoe_compile.models.styles.language_model import LanguageModel, MakeMoE, Sizes
 from disagmoe_compile.models.styles.masked_loop import MaskedLoop
 from disagmoe_compile.models.styles.meaningless_names import MeaninglessNames
@@ -37,6 +37,7 @@ STYLES: Mapping[str, MakeMoE] = {
     "gathered_einsum": GatheredEinsum,
     "gshard": GShard,
     "gshard_fixed_capacity": partial(GShard, capacity=6),
+    "gshard_module_list": GShardModuleList,
     "masked_loop": MaskedLoop,
     "module_list": ModuleListMoE,
     "module_list_plain": PlainModuleListMoE,

@@ -23,14 +23,13 @@ import torch
 from torch import fx
 
 from disagmoe_compile.passes.aliasing import storage_roots, storages, written
-from disagmoe_compile.passes.metadata import argument, is_call, is_tensor, rank_of, shape, value
+from disagmoe_compile.passes.metadata import argument, emit_for, is_call, is_tensor, rank_of, shape, value
 from disagmoe_compile.passes.program import Dim
 from disagmoe_compile.passes.regions import NoMatch, Region
 from disagmoe_compile.passes.styles.axes import ONE, ROW, Axes, Axis
 from disagmoe_compile.passes.styles.ids import are_distinct
 from disagmoe_compile.passes.styles.moves import moved
 from disagmoe_compile.passes.styles.pair_function import Converted, PairFunction
-from disagmoe_compile.passes.styles.parameters import is_parameter, parameter_leaf
 from disagmoe_compile.passes.styles.positions import (
     CHOICE,
     EXPERT,
@@ -44,7 +43,8 @@ from disagmoe_compile.passes.styles.positions import (
     same,
 )
 from disagmoe_compile.passes.styles.products import Product, read_product
-from disagmoe_compile.passes.styles.slots import SlotMatch, emit_for, is_maximum_with_position
+from disagmoe_compile.passes.styles.slot_pieces import ExpertsLeaf
+from disagmoe_compile.passes.styles.slots import SlotMatch, is_maximum_with_position
 from disagmoe_compile.passes.styles.sums import PairSum, pair_sums
 from disagmoe_compile.passes.styles.zero_weight import require_zero
 
@@ -68,7 +68,7 @@ class _Place:
 class _Match:
     def __init__(self, graph: fx.Graph, slots: SlotMatch) -> None:
         self.graph, self.slots = graph, slots
-        if slots.layout.axes != _EXPERT_SLOT:
+        if tuple(axis for axis in slots.layout.axes if axis != ONE) != _EXPERT_SLOT:
             raise NoMatch(slots.first, "its slots are not [experts, slots]")
         self.ids = _only_ids(slots)
         self.token_axes: Axes = ((TOKEN,),)
@@ -84,6 +84,7 @@ class _Match:
 
     def _reset(self) -> None:
         self.function = PairFunction(self.graph, self._leaf, self.sizes)
+        self.of_experts = ExpertsLeaf(self.function)
         self.tokens: fx.Node | None = None
         self.weights: tuple[tuple[fx.Node, Axes], ...] = ()
         self.weight_dtype: torch.dtype | None = None
@@ -196,8 +197,9 @@ class _Match:
     # -- what enters
 
     def _leaf(self, node: fx.Node, axes: Axes) -> Converted | None:
-        if is_parameter(node):
-            return parameter_leaf(self.function, node, axes)
+        entered = self.of_experts(node, axes)
+        if entered is not None:
+            return entered
         names = _flat(axes)
         if axes == (*_EXPERT_SLOT, ROW) and node not in self.slots.inside:
             return self._dispatched(node)

@@ -14,13 +14,13 @@ import sympy
 from torch import fx
 
 from disagmoe_compile.passes.aliasing import storages
-from disagmoe_compile.passes.metadata import argument, is_call, is_gather, is_tensor, rank_of, shape
+from disagmoe_compile.passes.metadata import argument, emit_for, is_call, is_gather, is_tensor, rank_of, shape
 from disagmoe_compile.passes.regions import NoMatch, Region
-from disagmoe_compile.passes.styles.axes import ROW, Axes
+from disagmoe_compile.passes.styles.axes import ONE, ROW, Axes
 from disagmoe_compile.passes.styles.moves import moved
 from disagmoe_compile.passes.styles.pair_function import Converted, PairFunction
-from disagmoe_compile.passes.styles.parameters import is_parameter, parameter_leaf
-from disagmoe_compile.passes.styles.slots import SlotMatch, emit_for, expert_of_slots
+from disagmoe_compile.passes.styles.slot_pieces import ExpertsLeaf
+from disagmoe_compile.passes.styles.slots import SlotMatch, expert_of_slots
 
 _ADDS = ("index_add", "scatter_add")
 
@@ -34,6 +34,7 @@ class _Match:
     def __init__(self, graph: fx.Graph, slots: SlotMatch) -> None:
         self.graph, self.slots, self.layout = graph, slots, slots.layout
         self.function = PairFunction(graph, self._leaf, self.layout.sizes)
+        self.of_experts = ExpertsLeaf(self.function)
         self.tokens: fx.Node | None = None
         self.ids: fx.Node | None = None
         self.ids_axes: Axes = ()
@@ -51,7 +52,7 @@ class _Match:
             or rank_of(total) != 2
         ):
             raise NoMatch(total, "it does not sum rows into zeros")
-        pairs: Axes = (tuple(name for axis in self.layout.axes for name in axis), ROW)
+        pairs: Axes = (tuple(name for axis in self.layout.axes if axis != ONE for name in axis), ROW)
         result = self.function.convert(source, pairs)
         if self.tokens is None or self.ids is None:
             raise NoMatch(total, "its rows are not gathered from tokens")
@@ -95,10 +96,13 @@ class _Match:
         raise NoMatch(self.slots.exit, "its rows are not added to their tokens")
 
     def _leaf(self, node: fx.Node, axes: Axes) -> Converted | None:
-        if is_parameter(node):
-            return parameter_leaf(self.function, node, axes)
+        entered = self.of_experts(node, axes)
+        if entered is not None:
+            return entered
         names = tuple(name for axis in axes if isinstance(axis, tuple) for name in axis)
-        if node in self.slots.inside or names != tuple(name for axis in self.layout.axes for name in axis):
+        if node in self.slots.inside or names != tuple(
+            name for axis in self.layout.axes if axis != ONE for name in axis
+        ):
             return None
         if ROW not in axes:
             if self.weights not in (None, node):

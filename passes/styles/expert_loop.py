@@ -22,7 +22,16 @@ import torch
 from torch import fx
 
 from disagmoe_compile.passes.aliasing import live_nodes, storage_roots, written
-from disagmoe_compile.passes.metadata import describe, emit, is_call, is_tensor, rank_of, shape, value
+from disagmoe_compile.passes.metadata import (
+    describe,
+    emit,
+    emit_for,
+    is_call,
+    is_tensor,
+    rank_of,
+    shape,
+    value,
+)
 from disagmoe_compile.passes.regions import Found, NoMatch, ParamNodes, Region
 from disagmoe_compile.passes.styles.ids import are_distinct
 from disagmoe_compile.passes.styles.loop_chain import (
@@ -35,7 +44,6 @@ from disagmoe_compile.passes.styles.loop_chain import (
 )
 from disagmoe_compile.passes.styles.loop_expert import Addend
 from disagmoe_compile.passes.styles.loop_routing import Routing
-from disagmoe_compile.passes.styles.slots import emit_for
 from disagmoe_compile.passes.styles.zeros import is_zero
 
 _SHARED = -1

@@ -21,7 +21,16 @@ from itertools import islice
 import torch
 from torch import fx
 
-from disagmoe_compile.passes.metadata import argument, is_call, is_gather, is_tensor, rank_of, shape, value
+from disagmoe_compile.passes.metadata import (
+    argument,
+    emit_for,
+    is_call,
+    is_gather,
+    is_tensor,
+    rank_of,
+    shape,
+    value,
+)
 from disagmoe_compile.passes.regions import Found, NoMatch, Region, only_one
 from disagmoe_compile.passes.styles.axes import ONE, ROW, Axes, Axis
 from disagmoe_compile.passes.styles.ids import is_not_negative
@@ -33,7 +42,6 @@ from disagmoe_compile.passes.styles.parameters import (
     parameter_leaf,
     stacked_parameter,
 )
-from disagmoe_compile.passes.styles.slots import emit_for
 from disagmoe_compile.passes.styles.sums import pair_sums
 
 _CHOICE = "choice"

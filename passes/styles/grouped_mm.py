@@ -30,6 +30,7 @@ from torch import fx
 from disagmoe_compile.passes.aliasing import storages
 from disagmoe_compile.passes.metadata import (
     argument,
+    emit_for,
     is_call,
     is_gather,
     is_tensor,
@@ -43,9 +44,8 @@ from disagmoe_compile.passes.program import InputKind
 from disagmoe_compile.passes.regions import Found, NoMatch, ParamNodes, Region
 from disagmoe_compile.passes.styles.loop_routing import first_part
 from disagmoe_compile.passes.styles.parameters import is_parameter
-from disagmoe_compile.passes.styles.pieces import Alike, Pieces, read_pieces
+from disagmoe_compile.passes.styles.pieces import Alike, CountedPieces, read_pieces
 from disagmoe_compile.passes.styles.rowwise import RowFunction, check_rowwise
-from disagmoe_compile.passes.styles.slots import emit_for
 from disagmoe_compile.passes.styles.sorting import Sorting, sorting_behind_counts, sorting_behind_offsets
 
 _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
@@ -84,14 +84,14 @@ def _of_offsets(offsets: fx.Node, matmuls: list[fx.Node]) -> _Match:
     return _Match(sorting_behind_offsets(offsets), experts, matmuls)
 
 
-def _of_pieces(group: list[Pieces]) -> _Match:
+def _of_pieces(group: list[CountedPieces]) -> _Match:
     sorting = sorting_behind_counts(group[0].counts)
     return _Match(sorting, len(group[0].results), [one.joined for one in group], group)
 
 
-def _groups_of_pieces(graph: fx.Graph) -> list[list[Pieces]]:
+def _groups_of_pieces(graph: fx.Graph) -> list[list[CountedPieces]]:
     """Joined pieces, each with those that its rows are computed from."""
-    group_of: dict[fx.Node, list[Pieces]] = {}
+    group_of: dict[fx.Node, list[CountedPieces]] = {}
     groups = []
     for node in graph.nodes:
         pieces = read_pieces(node)
@@ -122,7 +122,7 @@ class _Match:
     """One candidate: the products of all experts with their rows of one sorting. Raises NoMatch where it is not a region."""
 
     def __init__(
-        self, sorting: Sorting, num_experts: int, matmuls: list[fx.Node], pieces: Sequence[Pieces] = ()
+        self, sorting: Sorting, num_experts: int, matmuls: list[fx.Node], pieces: Sequence[CountedPieces] = ()
     ) -> None:
         self.matmuls, self.num_experts = matmuls, num_experts
         self.expert_ids, self.perm, self.sorted_ids = sorting.expert_ids, sorting.perm, sorting.sorted_ids

@@ -21,10 +21,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from disagmoe_compile.passes.metadata import argument, emit, is_call, is_tensor, rank_of, shape, value
+from disagmoe_compile.passes.metadata import (
+    argument,
+    emit,
+    emit_for,
+    is_call,
+    is_tensor,
+    rank_of,
+    shape,
+    value,
+)
 from disagmoe_compile.passes.regions import NoMatch
 from disagmoe_compile.passes.styles.ids import are_distinct
-from disagmoe_compile.passes.styles.slots import emit_for
 from disagmoe_compile.passes.styles.zeros import is_zero, routed_ids
 
 _CASTS = (

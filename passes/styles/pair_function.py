@@ -23,7 +23,7 @@ from torch import fx
 from disagmoe_compile.passes.aliasing import storages
 from disagmoe_compile.passes.metadata import argument, is_call, is_tensor, rank_of, shape, target_name, value
 from disagmoe_compile.passes.program import Dim
-from disagmoe_compile.passes.regions import NoMatch
+from disagmoe_compile.passes.regions import NoMatch, ParamNodes
 from disagmoe_compile.passes.styles.axes import ONE, ROW, Axes, broadcast, row_rank
 from disagmoe_compile.passes.styles.moves import moved, permutation
 from disagmoe_compile.passes.styles.products import Letter, Product, Term, read_product
@@ -57,13 +57,13 @@ class PairFunction:
 
     def __init__(self, graph: fx.Graph, leaf: Leaf, sizes: Mapping[str, Dim]) -> None:
         self.graph = fx.Graph()
-        self.params: list[fx.Node] = []
+        self.params: list[ParamNodes] = []
         self.sizes = sizes
         self._leaf = leaf
         self._writers = storages(graph).writers
         self._rows = self.graph.placeholder("rows")
         self._weight = self._last_placeholder = self.graph.placeholder("weight")
-        self._placeholders: dict[fx.Node, fx.Node] = {}
+        self._placeholders: dict[ParamNodes, fx.Node] = {}
         self._converted: dict[tuple[fx.Node, Axes], Converted] = {}
         self._count = 0
 
@@ -80,8 +80,8 @@ class PairFunction:
             node = self.call("call_method", "unsqueeze", (node, -1))
         return Converted(node, per_pair=True)
 
-    def parameter(self, node: fx.Node) -> Converted:
-        """One expert's slice of a parameter stacked over experts."""
+    def parameter(self, node: ParamNodes) -> Converted:
+        """One expert's slice of a parameter stacked over experts, or its own of those that are separate."""
         if node not in self._placeholders:
             with self.graph.inserting_after(self._last_placeholder):
                 placeholder = self.graph.placeholder(f"param_{len(self.params)}")
@@ -263,13 +263,10 @@ class PairFunction:
         if node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("beta", 1) != 1:
             raise NoMatch(node, "it has a factor alpha or beta other than 1")
         if is_call(node, "linear"):
-            raise NoMatch(node, "it multiplies with one matrix for all experts")
-        bias, left, right = node.args[:3]
-        letters = tuple(range(len(axes) - 2))
-        terms = Product(
-            (Term(left, (*letters, "row", "in")), Term(right, (*letters, "in", "column"))),  # type: ignore[arg-type]
-            (*letters, "row", "column"),
-        )
+            left, right, bias = node.args[0], argument(node, 1, "weight"), argument(node, 2, "bias")
+        else:
+            bias, left, right = node.args[:3]  # type: ignore[assignment]
+        terms = _product_before_bias(node, left, right, len(axes))  # type: ignore[arg-type]
         multiplied = self.product(node, terms, dict(zip(terms.letters, axes, strict=True)))
         own = broadcast(node, axes, shape(node), shape(bias))  # type: ignore[arg-type]
         rows = [position for position, axis in enumerate(axes) if axis == ROW]
@@ -391,9 +388,28 @@ class PairFunction:
         normalised = argument(node, 1, "normalized_shape")
         if axes[-len(normalised) :] != (ROW,) * len(normalised):
             raise NoMatch(node, "it normalises over rows")
-        if any(isinstance(a, fx.Node) for a in (*node.args[2:], *node.kwargs.values())):
-            raise NoMatch(node, "it has one scale for all experts")
-        converted = self.convert(node.args[0], axes)  # type: ignore[arg-type]
-        return self._like(
-            converted, node.op, node.target, (converted.node, *node.args[1:]), dict(node.kwargs)
+        # Scale and shift differ between experts, so they cannot stay inside.
+        after: list[tuple[Any, Any]] = [(torch.mul, argument(node, 2, "weight"))]
+        kwargs: dict[str, Any] = {"eps": argument(node, 3, "eps")}
+        if is_call(node, "layer_norm"):
+            after.append((torch.add, argument(node, 3, "bias")))
+            kwargs = {"eps": argument(node, 4, "eps", 1e-5)}
+        source = self.convert(node.args[0], axes)  # type: ignore[arg-type]
+        result = self._like(source, node.op, node.target, (source.node, normalised), kwargs)
+        for operation, parameter in after:
+            if parameter is not None:
+                own = self.convert(parameter, (ROW,) * len(normalised))
+                result = self._like(result, "call_function", operation, (result.node, own.node))
+        return result
+
+
+def _product_before_bias(node: fx.Node, left: fx.Node, right: fx.Node, rank: int) -> Product:
+    letters = tuple(range(rank - 2))
+    if is_call(node, "linear"):
+        return Product(
+            (Term(left, (*letters, "row", "in")), Term(right, ("column", "in"))), (*letters, "row", "column")
         )
+    return Product(
+        (Term(left, (*letters, "row", "in")), Term(right, (*letters, "in", "column"))),
+        (*letters, "row", "column"),
+    )

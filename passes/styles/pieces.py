@@ -27,16 +27,22 @@ from disagmoe_compile.passes.styles.parameters import is_parameter
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """`joined` = cat of the E `results`, result e computed from `cuts[e]`, the rows of expert e of `rows`; `counts` [E]."""
+    """`joined` joins the E `results`, result e computed from `cuts[e]`, the rows of expert e of `rows`."""
 
     joined: fx.Node
     results: tuple[fx.Node, ...]
     cuts: tuple[fx.Node, ...]
     rows: fx.Node
+
+
+@dataclass(frozen=True, slots=True)
+class CountedPieces(Pieces):
+    """Pieces of sorted rows, as long as `counts` [E] say."""
+
     counts: fx.Node
 
 
-def read_pieces(node: fx.Node) -> Pieces | None:
+def read_pieces(node: fx.Node) -> CountedPieces | None:
     """The pieces that `node` joins, or None where it is no such call."""
     if not is_call(node, "cat", "concat", "concatenate") or argument(node, 1, "dim", 0) != 0:
         return None
@@ -55,7 +61,7 @@ def read_pieces(node: fx.Node) -> Pieces | None:
     counts = _counts(node.graph, [end - start for start, end in zip(starts, ends[1:])])  # type: ignore[operator]
     if counts is None:
         return None
-    return Pieces(node, tuple(results), tuple(cuts), rows.pop(), counts)  # type: ignore[arg-type]
+    return CountedPieces(node, tuple(results), tuple(cuts), rows.pop(), counts)  # type: ignore[arg-type]
 
 
 def _cut_behind(result: fx.Node) -> fx.Node | None:

@@ -17,10 +17,9 @@ Legend: T tokens, E experts, C slots an expert, D hidden size, H expert hidden s
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 import torch
 from torch import fx
@@ -28,7 +27,7 @@ from torch import fx
 from disagmoe_compile.passes.aliasing import storage_roots, written
 from disagmoe_compile.passes.metadata import (
     argument,
-    emit,
+    emit_for,
     is_call,
     is_tensor,
     rank_of,
@@ -38,18 +37,21 @@ from disagmoe_compile.passes.metadata import (
 )
 from disagmoe_compile.passes.program import Dim
 from disagmoe_compile.passes.regions import NoMatch, Region, only_one
-from disagmoe_compile.passes.styles.axes import ONE, ROW, Axes
+from disagmoe_compile.passes.styles.axes import ONE, ROW, Axes, Axis
 from disagmoe_compile.passes.styles.pair_function import Converted, PairFunction
-from disagmoe_compile.passes.styles.parameters import is_parameter, is_stacked, parameter_leaf
+from disagmoe_compile.passes.styles.parameters import is_parameter, is_stacked
 from disagmoe_compile.passes.styles.products import Product, Term, read_product
 from disagmoe_compile.passes.styles.rowwise import POINTWISE
+from disagmoe_compile.passes.styles.slot_pieces import ExpertsLeaf, read_slot_pieces
 
 _EXPERT = "expert"
 _CHOOSES = ("topk", "argmax", "argsort", "sort", "one_hot", "multinomial")
 _FILLS = (
     "index_put", "scatter", "scatter_add", "index_add", "index_copy", "masked_scatter", "gather", "index_select",
 )  # fmt: skip
-_KEEPS_ROWS = ("view", "reshape", "unflatten", "flatten", "transpose", "permute", "getitem", "type_as", "pad")
+_KEEPS_ROWS = (
+    "view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", "transpose", "permute", "getitem", "type_as", "pad",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,11 @@ class Layout:
 
 
 def read_layout(node: fx.Node) -> Layout | None:
-    """The layout of slots where `node` multiplies each expert's slots with its own matrix, or None."""
+    """The layout of slots where `node` multiplies each expert's slots with its own matrix, or joins what each expert made of its
+    own slots. Else None."""
+    pieces = read_slot_pieces(node)
+    if pieces is not None:
+        return _named(pieces.rows, len(shape(node)) - 1, pieces.dim)
     product = _first_product(node)
     if product is None or len(product.terms) != 2:
         return None
@@ -80,10 +86,18 @@ def read_layout(node: fx.Node) -> Layout | None:
     lead = [letter for letter in rows.letters if letter not in matrix]
     if rows.letters[: len(lead)] != tuple(lead) or product.letters[: len(lead)] != tuple(lead):
         return None
-    slot_names = iter(["slot", *(f"slot{i}" for i in range(1, len(lead)))])
-    names = [_EXPERT if letter == expert else next(slot_names) for letter in lead]
-    sizes = dict(zip(names, shape(rows.node)))
-    return Layout(rows.node, tuple((name,) for name in names), sizes)
+    return _named(rows.node, len(lead), lead.index(expert))
+
+
+def _named(rows: fx.Node, n_lead: int, expert_at: int) -> Layout:
+    """The layout of `rows` with the experts at `expert_at`; a dimension of size one before them (of groups) is no slot."""
+    slot_names = iter(["slot", *(f"slot{i}" for i in range(1, n_lead))])
+    axes: list[Axis] = []
+    for dim, size in enumerate(shape(rows)[:n_lead]):
+        is_one = dim < expert_at and size == 1
+        axes.append(ONE if is_one else (_EXPERT,) if dim == expert_at else (next(slot_names),))
+    sizes = {axis[0]: size for axis, size in zip(axes, shape(rows)) if axis != ONE}
+    return Layout(rows, tuple(axes), sizes)
 
 
 def _first_product(node: fx.Node) -> Product | None:
@@ -105,9 +119,11 @@ class SlotMatch:
         self.exit = next(
             node
             for node in reversed(graph.nodes)
-            if node in self.inside and any(map(is_stacked, node.all_input_nodes))
+            if node in self.inside
+            and (any(map(is_stacked, node.all_input_nodes)) or read_slot_pieces(node) is not None)
         )
         self.function = PairFunction(graph, self._leaf, layout.sizes)
+        self.of_experts = ExpertsLeaf(self.function)
         self.slots: fx.Node | None = None
         self.weights: fx.Node | None = None
         self.baked_size: fx.Node | None = (
@@ -162,8 +178,9 @@ class SlotMatch:
         return inside
 
     def _leaf(self, node: fx.Node, axes: Axes) -> Converted | None:
-        if is_parameter(node):
-            return parameter_leaf(self.function, node, axes)
+        entered = self.of_experts(node, axes)
+        if entered is not None:
+            return entered
         lead = self.layout.axes
         if node in self.inside or axes[: len(lead)] != lead:
             return None
@@ -319,12 +336,3 @@ def expert_of_slots(graph: fx.Graph, before: fx.Node, slots: fx.Node, layout: La
         shaped = [layout.num_experts if dim == position else 1 for dim in range(rank)]
         column = emit_for(graph, slots, "reshape", (experts, *shaped))
         return emit_for(graph, slots, "expand", (column, *sizes))
-
-
-def emit_for(
-    graph: fx.Graph, origin: fx.Node, target: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None
-) -> fx.Node:
-    """`emit`, naming the user's line that made `origin` as the source of the new node."""
-    node = emit(graph, target, args, kwargs)
-    node.meta["stack_trace"] = origin.meta.get("stack_trace")
-    return node

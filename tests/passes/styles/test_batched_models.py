@@ -18,13 +18,15 @@ STYLES = {
     "gathered_einsum": "gathered", "batched_mm": "gathered", "batched_mm_weights_at_input": "gathered",
     "dense_einsum": "masked_dense", "dense_scatter": "masked_dense", "dense_softmax_of_mask": "masked_dense",
     "padded_bmm": "capacity", "gshard": "capacity", "gshard_fixed_capacity": "capacity",
+    "gshard_module_list": "capacity",
     "padded_bmm_fixed_capacity": "capacity", "expert_choice": "expert_choice", "sorted_grouped_mm": "grouped_mm",
     "sorted_bincount": "grouped_mm",
 }  # fmt: skip
 COUPLED = {
-    "gshard": "cumsum", "gshard_fixed_capacity": "cumsum", "padded_bmm_fixed_capacity": "cumsum", "expert_choice": "topk",
+    "gshard": "cumsum", "gshard_fixed_capacity": "cumsum", "gshard_module_list": "cumsum",
+    "padded_bmm_fixed_capacity": "cumsum", "expert_choice": "topk",
 }  # fmt: skip
-FAST = ("gathered_einsum", "dense_einsum", "gshard", "expert_choice")
+FAST = ("gathered_einsum", "dense_einsum", "gshard_module_list", "expert_choice")
 EVERY = [pytest.param(s, marks=() if s in FAST else pytest.mark.slow) for s in STYLES]
 
 
