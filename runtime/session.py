@@ -101,11 +101,13 @@ class Session:
         trains: bool,
         two_phases: bool,
         half_precision: bool,
+        mixes_samples: Sequence[str],
         reached: Callable[[frozenset[int]], frozenset[int]],
         world: dist.ProcessGroup,
     ) -> None:
         """By position of the argument: `parameters`, `inputs`, and which of these want a gradient (`input_gradients`).
 
+        `mixes_samples`: operations for which the oracle is eager on each slice of the batch (see `Plan.samples_of`).
         `half_precision`: whether anything is computed in float16, where gradients depend on the scale of the loss.
         `reached`: from indices of outputs to the arguments that gradients into these outputs reach.
         """
@@ -114,6 +116,7 @@ class Session:
         self._parameters, self._inputs, self._input_gradients = parameters, inputs, input_gradients
         self._uses_rng, self._trains, self._two_phases = uses_rng, trains, two_phases
         self.world, self.reached, self.half_precision = world, reached, half_precision
+        self.mixes_samples = tuple(mixes_samples)
         self.gathered = [one for one in outputs if one.is_gathered]
         self.seed = 1.0
         self._prepared: Prepared | None = None

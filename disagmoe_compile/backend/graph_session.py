@@ -90,6 +90,7 @@ def make_session(
         trains=trains,
         two_phases=two_phases,
         half_precision=computes_in_half_precision(captured),
+        mixes_samples=partition.batch_coupled,
         reached=functools.cache(functools.partial(reached_inputs, programs)),
         world=model.groups.world,
     )

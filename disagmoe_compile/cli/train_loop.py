@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,14 +49,19 @@ class StepResult:
 
 
 class Training:
-    """`wrap` turns the model into what is called: `torch.compile(...)` on a rank, nothing in eager."""
+    """`wrap` turns the model into what is called: `torch.compile(...)` on a rank, nothing in eager.
+
+    `slices`: the parts of the batch that are called one by one. The loss must be the mean over them, as that of texts is.
+    """
 
     def __init__(
         self,
         settings: TrainSettings,
         source: Source,
         wrap: Callable[[torch.nn.Module], Callable[..., Any]] = lambda model: model,
+        slices: Sequence[range] | None = None,
     ) -> None:
+        self.slices = slices or [range(settings.batch_size)]
         self.settings, self.source = settings, source
         self.optimizer = torch.optim.AdamW(source.model.parameters(), lr=settings.lr)
         self.model = wrap(source.model)
@@ -65,14 +70,27 @@ class Training:
         source = self.source
         for step, batch in enumerate(itertools.islice(_calls(source, self.settings), self.settings.steps)):
             start = time.perf_counter()
-            loss = _loss_of(self.model(*source.args, **batch), source.name)
-            loss.backward()
+            loss = 0.0
+            for part, share in self._parts(batch):
+                one = _loss_of(self.model(*source.args, **part), source.name) * share
+                one.backward()
+                loss += float(one.detach())
             self.optimizer.step()
             self.optimizer.zero_grad()
             seconds = time.perf_counter() - start
-            yield StepResult(
-                step, float(loss.detach()), seconds, self.settings.batch_size * self.settings.seq_length
-            )
+            yield StepResult(step, loss, seconds, self.settings.batch_size * self.settings.seq_length)
+
+    def _parts(self, batch: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:
+        """Each slice of the batch, and its share of the samples."""
+        if len(self.slices) == 1:
+            yield dict(batch), 1.0
+            return
+        for rows in self.slices:
+            part = {
+                name: value[rows.start : rows.stop] if isinstance(value, torch.Tensor) else value
+                for name, value in batch.items()
+            }
+            yield part, len(rows) / self.settings.batch_size
 
 
 def load_for_training(settings: TrainSettings) -> Source:

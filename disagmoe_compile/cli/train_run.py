@@ -40,6 +40,7 @@ MAX_RELATIVE_ERROR = 1e-4
 
 _WORKER = "disagmoe_compile.cli.train_worker"
 _BATCH_SIZE = 8
+_OF_THE_RUN = ("sent_bytes_by_transfer", "mixes_samples")  # in a rank's report, and no row of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,8 @@ def run(request: TrainRequest, *, quiet: bool) -> Output:
         launch(_WORKER, folder, world_size, port)
     plan = load(folder.plan)
     _save_timeline(folder, plan, world_size)
-    eager = _eager_losses(console, settings, source) if request.check else None
+    slices = _slices(folder, plan, source)
+    eager = _eager_losses(console, settings, source, slices) if request.check else None
     document = _document(folder, plan, world_size, eager, compiler)
     failure = None if eager is None else _compare(document["losses"], eager, folder)
     return Output(finite(document), lambda console: render_result(console, document), failure)
@@ -168,9 +170,25 @@ def _save_timeline(folder: RunFolder, plan: Plan, world_size: int) -> None:
     folder.timeline.write_text(json.dumps(to_chrome(events, plan)))
 
 
-def _eager_losses(console: Console, settings: TrainSettings, source: Source) -> list[float]:
+def _slices(folder: RunFolder, plan: Plan, source: Source) -> list[range] | None:
+    """What eager is called with: the whole batch, unless the model mixes the samples of a call. Where the source brings its own
+    inputs nothing says how losses of slices add up."""
+    if source.vocab_size is None or not (folder.report(0) or {}).get("mixes_samples"):
+        return None
+    members, microbatches = range(plan.topology.attention_group_size), range(plan.workload.n_microbatches)
+    slices = [plan.samples_of(member, microbatch) for member in members for microbatch in microbatches]
+    return [rows for rows in slices if rows]
+
+
+def _eager_losses(
+    console: Console, settings: TrainSettings, source: Source, slices: Sequence[range] | None
+) -> list[float]:
+    if slices is not None:
+        console.print(
+            f"the model mixes the samples of a call: eager takes the {len(slices)} slices of the batch that ranks do"
+        )
     with console.status("the same steps in eager, in one process"):
-        return [result.loss for result in Training(settings, source).run()]
+        return [result.loss for result in Training(settings, source, slices=slices).run()]
 
 
 def _document(
@@ -181,7 +199,7 @@ def _document(
     warm = steps[1:] or steps  # the first step compiles
     ranks = [folder.report(rank) or {} for rank in range(world_size)]
     return {
-        "ranks": [{k: v for k, v in rank.items() if k != "sent_bytes_by_transfer"} for rank in ranks],
+        "ranks": [{k: v for k, v in rank.items() if k not in _OF_THE_RUN} for rank in ranks],
         "losses": losses,
         "eager_losses": eager,
         "max_relative_error": None if eager is None else max_relative_error(losses, eager),

@@ -63,6 +63,7 @@ def _train(folder: RunFolder, rank: int) -> dict[str, Any]:
         "group": sessions[0].group.index,
         "param_bytes": sessions[0].parameter_bytes,
         "optimizer_bytes": _optimizer_bytes(training.optimizer),
+        "mixes_samples": bool(sessions[0].mixes_samples),
         "sent_bytes": sum(sum(session.sent_bytes.values()) for session in sessions),
         "sent_bytes_by_transfer": _by_transfer(sessions),
     }

@@ -48,6 +48,15 @@ def test_losses_equal_those_of_eager(trained: tuple[dict[str, Any], RunFolder, P
     assert document["max_relative_error"] < 1e-5
 
 
+def test_eager_takes_the_slices_of_the_ranks_where_a_model_mixes_samples() -> None:
+    result = _disagmoe(
+        "train", "style:gshard", "--attention-group-size", "1", "--ffn-group-size", "1", "--n-microbatches", "2",
+        "--steps", "2", "--batch-size", "3", "--seq-length", "16", "--stage-compiler", "eager", "--check", "--json",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["max_relative_error"] < 1e-5
+
+
 def test_each_rank_says_its_role_and_bytes(trained: tuple[dict[str, Any], RunFolder, Path]) -> None:
     attention, ffn = trained[0]["ranks"]
     assert (attention["role"], ffn["role"]) == ("attention", "ffn")
