@@ -12,13 +12,14 @@ share a node still talk over NICs, as in the planner.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from disagmoe_compile.errors import InputError
 from disagmoe_compile.passes.schedule.af_pipe import af_pipe
 from disagmoe_compile.passes.schedule.in_order import in_order
-from disagmoe_compile.passes.schedule.list_schedule import Rehearsal, list_schedules
+from disagmoe_compile.passes.schedule.list_schedule import Rehearsal, Rehearsed, rehearse
 from disagmoe_compile.passes.schedule.lower import lower_lists
 from disagmoe_compile.plan.action import ActionKind
 from disagmoe_compile.plan.ir import Direction, Schedule, Transfer, TransferKind
@@ -151,24 +152,27 @@ class AFModel:
         return (*built, *backwards)
 
     def schedule(self) -> Schedule:
-        """Compute-only; the one that should be shortest."""
-        return self.schedules()[0]
-
-    def schedules(self) -> tuple[Schedule, ...]:
-        """Of this choice, compute-only; the one that should be shortest first, those that may hold less after it."""
+        """Compute-only; of `list` the one that should be shortest."""
         if self.choice.order == "list":
-            in_flight = self.choice.in_flight or 4 * self.choice.pipeline_groups
-            return list_schedules(
-                self.topology, self.choice.n_microbatches, in_flight=in_flight, rehearsal=self._rehearsal()
-            )
+            return self.orders()[0].schedule()
         generate = in_order if self.choice.order == "in_order" else af_pipe
-        return (
-            generate(
-                self.topology,
-                self.choice.n_microbatches,
-                split_weight_gradient=self.choice.split_weight_gradient,
-                interleave=self.choice.in_flight,
-            ),
+        return generate(
+            self.topology,
+            self.choice.n_microbatches,
+            split_weight_gradient=self.choice.split_weight_gradient,
+            interleave=self.choice.in_flight,
+        )
+
+    def orders(self, limit: float = math.inf) -> tuple[Rehearsed, ...]:
+        """Of list scheduling: the one that should be shortest first, those that may hold less after it, none that should take
+        longer than `limit` seconds.
+        """
+        return rehearse(
+            self.topology,
+            self.choice.n_microbatches,
+            in_flight=self.choice.in_flight or 4 * self.choice.pipeline_groups,
+            rehearsal=self._rehearsal(),
+            limit=limit,
         )
 
     def _rehearsal(self) -> Rehearsal:

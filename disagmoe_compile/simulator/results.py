@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from disagmoe_compile.passes.schedule.list_schedule import Rehearsed
+from disagmoe_compile.plan.collector import collector_paused
+from disagmoe_compile.plan.topology import Group
 from disagmoe_compile.planner.hardware import Cluster
 from disagmoe_compile.planner.sizing_problem import TrainingState
 from disagmoe_compile.planner.step_costs import ModelCosts
@@ -13,7 +17,8 @@ from disagmoe_compile.simulator.af_model import AFModel
 from disagmoe_compile.simulator.bound import Bound, lower_bound
 from disagmoe_compile.simulator.program import Program
 from disagmoe_compile.simulator.rival_model import RivalModel
-from disagmoe_compile.simulator.timeline import Share, Timeline, simulate_program
+from disagmoe_compile.simulator.sharing import Number
+from disagmoe_compile.simulator.timeline import Share, Timeline, least_bytes, simulate_program
 
 USABLE_MEMORY = 0.9
 """Share of a GPU's memory that weights and activations may fill; as the planner's."""
@@ -64,25 +69,86 @@ class Result:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Beaten:
+    """Not simulated, as no order of it is both shorter than what was found and known to fit. `fits`: some order may."""
+
+    fits: bool
+
+
 def af_result(af: AFModel, *, shard_optimizer: bool = True, program: Program | None = None) -> Result:
-    """AF-Pipe with a choice: the first of its schedules that fits in memory, or the first of all."""
-    if program is not None:
-        return _af_result(af, program, shard_optimizer)
-    results: list[Result] = []
-    for schedule in af.schedules():
-        results.append(_af_result(af, af.program(schedule), shard_optimizer))
-        if results[-1].fits:
-            return results[-1]
-    return results[0]
+    """AF-Pipe with a choice: of the orders of a list the first that fits in memory, or the first of all."""
+    if program is not None or af.choice.order != "list":
+        return _af_result(af, program or af.program(), shard_optimizer)
+    orders = af.orders()
+    return _first_that_fits(af, orders, shard_optimizer) or _ordered(af, orders[0], shard_optimizer)
 
 
+def af_faster(af: AFModel, than: Result | None, *, shard_optimizer: bool = True) -> Result | Beaten:
+    """`af_result` of list scheduling, if it can be better than another result: faster, or the first that fits in memory.
+
+    A simulated step is taken to be no shorter than its rehearsal, which leaves out copies inside nodes and sums of gradients.
+    """
+    tokens, limit = af.choice.sequences * af.model.seq_length, math.inf
+    if than is not None:
+        limit = tokens / (than.tokens_per_s_per_gpu * than.gpus)
+    orders = af.orders(limit if than is not None and than.fits else math.inf)
+    if not orders:
+        return Beaten(fits=True)
+    found = _first_that_fits(af, orders, shard_optimizer)
+    if found is None and orders[0].makespan < limit and (than is None or not than.fits):
+        return _ordered(af, orders[0], shard_optimizer)
+    return found or Beaten(fits=False)
+
+
+def _first_that_fits(af: AFModel, orders: Sequence[Rehearsed], shard_optimizer: bool) -> Result | None:
+    """Most of what is held follows from lists, before any time is known: those that cannot fit are not simulated."""
+    state, kept, received = af_state_bytes(af, shard_optimizer), af.activation_bytes(), af.message_bytes()
+
+    def can_fit(held: Mapping[Group, Number]) -> bool:
+        activation = _activation_by_role(af, held)
+        return _fits(af.cluster, {role: activation[role] + state[role] for role in activation})
+
+    for order in orders:
+        if can_fit(order.held(kept)):
+            program = af.program(order.schedule())
+            if can_fit(least_bytes(program.schedule, kept, received)):
+                result = _af_result(af, program, shard_optimizer)
+                if result.fits:
+                    return result
+    return None
+
+
+def _ordered(af: AFModel, order: Rehearsed, shard_optimizer: bool) -> Result:
+    return _af_result(af, af.program(order.schedule()), shard_optimizer)
+
+
+@collector_paused()
 def _af_result(af: AFModel, program: Program, shard_optimizer: bool) -> Result:
     timeline = simulate_program(program)
     topology, choice = af.topology, af.choice
     sizes = {group: len(topology.ranks_of_group(group)) for group in topology.groups}
     peaks = timeline.peak_bytes(af.activation_bytes(), af.message_bytes())
+    return _result(
+        "af_pipe",
+        timeline,
+        lower_bound(timeline.program),
+        af.model,
+        af.cluster,
+        choice.sequences,
+        {str(group): size for group, size in sizes.items()},
+        _activation_by_role(af, peaks),
+        af_state_bytes(af, shard_optimizer),
+        choice.to_dict(),
+        float(timeline.makespan),
+    )
+
+
+def _activation_by_role(af: AFModel, held: Mapping[Group, Number]) -> dict[str, float]:
+    """Of the fullest group of each role, from what each holds of finished stages."""
+    choice = af.choice
     activation: dict[str, float] = {}
-    for group, peak in peaks.items():
+    for group, peak in held.items():
         role = str(group.role)
         activation[role] = max(activation.get(role, 0.0), float(peak))
     if choice.recompute_attention or choice.recompute_ffn:
@@ -94,22 +160,10 @@ def _af_result(af: AFModel, program: Program, shard_optimizer: bool) -> Result:
         ):
             if on:
                 activation[role] += max(v for s, v in kept.items() if s % 2 == is_odd)
-    state = af_state_bytes(af, shard_optimizer)
-    return _result(
-        "af_pipe",
-        timeline,
-        lower_bound(timeline.program),
-        af.model,
-        af.cluster,
-        choice.sequences,
-        {str(group): size for group, size in sizes.items()},
-        activation,
-        state,
-        choice.to_dict(),
-        float(timeline.makespan),
-    )
+    return activation
 
 
+@collector_paused()
 def rival_result(rival: RivalModel, *, shard_optimizer: bool = True) -> Result:
     """A rival with a choice. Gradient all-reduces come after the pipeline, less what hides behind half of its backward."""
     program = rival.program()
@@ -216,7 +270,11 @@ def _result(
         mfu=sequences * model_flops(model) / (step * gpus * cluster.gpu.flops),
         activation_bytes=activation,
         peak_bytes=peak,
-        fits=all(used <= USABLE_MEMORY * cluster.gpu.memory_bytes for used in peak.values()),
+        fits=_fits(cluster, peak),
         options=options,
         timeline=timeline,
     )
+
+
+def _fits(cluster: Cluster, peak: Mapping[str, float]) -> bool:
+    return all(used <= USABLE_MEMORY * cluster.gpu.memory_bytes for used in peak.values())

@@ -22,8 +22,9 @@ from disagmoe_compile.simulator.af_model import AFChoice, AFModel
 from disagmoe_compile.simulator.assumptions import Assumptions
 from disagmoe_compile.simulator.results import (
     USABLE_MEMORY,
+    Beaten,
     Result,
-    af_result,
+    af_faster,
     af_state_bytes,
     rival_result,
     rival_state_bytes,
@@ -86,13 +87,13 @@ def best(setting: Setting, system: str) -> Result:
         for is_usual in (True, False):
             some = [m for m in models if _is_usual(m) is is_usual]
             if some:
-                found = _fastest(some, estimate, af_result, setting.simulated, found)
+                found = _fastest(some, estimate, af_faster, setting.simulated, found)
         return _if_any(found, system)
     rivals = (
         RivalModel(setting.model, setting.cluster, c, setting.assumptions)
         for c in _rival_choices(setting, system)
     )
-    return _if_any(_fastest(rivals, _rival_estimate, rival_result, setting.simulated), system)
+    return _if_any(_fastest(rivals, _rival_estimate, _simulated_rival, setting.simulated), system)
 
 
 def _if_any(found: Result | None, system: str) -> Result:
@@ -114,26 +115,26 @@ class Estimate:
 def _fastest(
     models: Iterable[Model],
     estimate: Callable[[Model], Estimate],
-    simulate: Callable[[Model], Result],
+    simulate: Callable[[Model, Result | None], Result | Beaten],
     simulated: int,
     found: Result | None = None,
 ) -> Result | None:
-    """Simulates the best by estimate until `simulated` of them fit, or twice as many were tried; those that should fit first.
-    The estimate of memory is rough: then as many of those that may fit after all, if they should be faster. Estimates of
-    different depths err differently: then the best of each other depth, if it can be faster than what was found.
+    """Estimates of different depths err differently: first the best of each depth, if it can be faster than what was found, the
+    shallowest first, which takes least. Then the best by estimate until `simulated` of them fit, or twice as many were tried;
+    those that should fit first. The estimate of memory is rough: last as many of those that may fit after all, if they should
+    be faster.
 
-    `found`: a choice to beat. None where there is none and no model.
+    `simulate` is told what to beat. `found`: a choice to beat. None where there is none and no model.
     """
     ranked = sorted(
         ((estimate(m), k, m) for k, m in enumerate(models)),
         key=lambda e: (e[0].memory > 1, -e[0].tokens_per_s, e[1]),
     )
-    results: list[Result] = []
-    left: list[tuple[Estimate, Model]] = []
-    depths: set[int] = set()
+    tried: dict[int, Result | Beaten] = {}
 
     def fastest() -> Result | None:
-        return max((r for r in (found, *results) if r is not None), key=_preference, default=None)
+        results = (r for r in (found, *tried.values()) if isinstance(r, Result))
+        return max(results, key=_preference, default=None)
 
     def can_be_faster(tokens_per_s: float) -> bool:
         best_yet = fastest()
@@ -141,22 +142,29 @@ def _fastest(
             return True
         return tokens_per_s > best_yet.tokens_per_s_per_gpu * best_yet.gpus
 
-    for estimated, _, model in ranked:
-        is_enough = len(results) >= 2 * simulated or sum(r.fits for r in results) >= simulated
-        if is_enough or (found is not None and not can_be_faster(estimated.tokens_per_s * MARGIN)):
-            left.append((estimated, model))
-        else:
-            results.append(simulate(model))
-            depths.add(model.depth)
-    close = [e for e in left if 1 < e[0].memory <= MAY_FIT]
-    for estimated, model in close[:simulated]:
-        if can_be_faster(estimated.tokens_per_s):
-            results.append(simulate(model))
-    for estimated, model in left:
-        if estimated.memory <= 1 and model.depth not in depths:
-            depths.add(model.depth)
-            if can_be_faster(estimated.tokens_per_s * MARGIN):
-                results.append(simulate(model))
+    def attempt(k: int) -> Result | Beaten:
+        if k not in tried:
+            tried[k] = simulate(ranked[k][-1], fastest())
+        return tried[k]
+
+    depths: dict[int, int] = {}
+    for k, (estimated, _, model) in enumerate(ranked):
+        if estimated.memory <= 1:
+            depths.setdefault(model.depth, k)
+    for _, k in sorted(depths.items()):
+        if can_be_faster(ranked[k][0].tokens_per_s * MARGIN):
+            attempt(k)
+    counted: list[Result | Beaten] = []
+    close: list[int] = []
+    for k, (estimated, _, _) in enumerate(ranked):
+        is_enough = len(counted) >= 2 * simulated or sum(r.fits for r in counted) >= simulated
+        if not is_enough and (found is None or can_be_faster(estimated.tokens_per_s * MARGIN)):
+            counted.append(attempt(k))
+        elif 1 < estimated.memory <= MAY_FIT:
+            close.append(k)
+    for k in close[:simulated]:
+        if can_be_faster(ranked[k][0].tokens_per_s):
+            attempt(k)
     return fastest()
 
 
@@ -327,6 +335,10 @@ def _rival_choices(setting: Setting, system: str) -> Iterator[RivalChoice]:
                     for parts in {"tutel": TUTEL_DEGREES, "comet": (COMET_PARTS,)}.get(system, (1,)):
                         for recompute in setting.recomputes:
                             yield RivalChoice(system, p, ep, v, size, n, parts, setting.dedup, recompute)
+
+
+def _simulated_rival(rival: RivalModel, _: Result | None) -> Result:
+    return rival_result(rival)
 
 
 def _rival_estimate(rival: RivalModel) -> Estimate:

@@ -8,15 +8,19 @@ Of each group's compute, the step is cut into three parts that add up to the mak
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from disagmoe_compile.plan.action import COMPUTE_KINDS, Action, ActionKind
+from disagmoe_compile.plan.ir import Schedule
 from disagmoe_compile.plan.steps import parts_of
 from disagmoe_compile.plan.topology import Group
 from disagmoe_compile.simulator.engine import Times
 from disagmoe_compile.simulator.program import Placed, Program, simulate_tasks
 from disagmoe_compile.simulator.sharing import Number
+
+_COMPUTE = COMPUTE_KINDS | {ActionKind.OVERLAP}
+_HOLDING = frozenset({ActionKind.RECV, ActionKind.SEND, ActionKind.FREE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +60,15 @@ class Timeline:
     def groups(self) -> Sequence[Group]:
         return tuple(self.program.schedule.actions)
 
-    def events(self, group: Group) -> Iterator[tuple[Action, Number, Number]]:
-        """Every action of a group's list with its start and end."""
+    def events(
+        self, group: Group, kinds: Collection[ActionKind] = frozenset(ActionKind)
+    ) -> Iterator[tuple[Action, Number, Number]]:
+        """Every action of a group's list, or of some kinds, with its start and end."""
         start, end = self.times.start, self.times.end
         tasks, own = self.placed.task[group], self.placed.is_own[group]
         for k, action in enumerate(self.program.schedule.of(group)):
+            if action.kind not in kinds:
+                continue
             task = tasks[k]
             begins = start[task] if own[k] else end[task] if task >= 0 else 0
             ends = end[task] if own[k] else begins
@@ -78,8 +86,8 @@ class Timeline:
         """How the group's compute spends the step."""
         computes: list[Interval] = []
         waits: list[Interval] = []  # for a message that is on its way, or while gradients are being summed
-        for action, start, end in self.events(group):
-            if _is_compute(action):
+        for action, start, end in self.events(group, _COMPUTE | {ActionKind.REDUCE_GRAD, ActionKind.WAIT}):
+            if action.kind in _COMPUTE:
                 computes.append((start, end))
             elif action.kind is ActionKind.REDUCE_GRAD:
                 waits.append((start, end))
@@ -107,7 +115,7 @@ class Timeline:
     def _peak(self, group: Group, activation: Mapping[int, Number], received: Mapping[str, Number]) -> Number:
         changes: list[tuple[Number, int, Number]] = []  # time, releases first, bytes
         posted: set[tuple[str, int | None]] = set()
-        for action, start, end in self.events(group):
+        for action, start, end in self.events(group, _COMPUTE | (_HOLDING if received else frozenset())):
             for part in parts_of(action):
                 kept = activation.get(part.stage, 0)
                 if part.kind is ActionKind.FORWARD:
@@ -146,6 +154,35 @@ class Timeline:
         ]
 
 
+def least_bytes(
+    schedule: Schedule, activation: Mapping[int, Number], received: Mapping[str, Number]
+) -> dict[Group, Number]:
+    """Of `Timeline.peak_bytes` what is not being sent. A group's list runs in order, so it is the same whatever the times."""
+    return {group: _least_bytes(actions, activation, received) for group, actions in schedule.actions.items()}
+
+
+def _least_bytes(
+    actions: Iterable[Action], activation: Mapping[int, Number], received: Mapping[str, Number]
+) -> Number:
+    held: Number = 0
+    most: Number = 0
+    posted: set[tuple[str | None, int | None]] = set()
+    for action in actions:
+        kind, message = action.kind, (action.transfer, action.microbatch)
+        if kind is ActionKind.RECV:
+            held += received.get(action.transfer or "", 0)
+            posted.add(message)
+        elif kind is ActionKind.FREE and message in posted:
+            held -= received.get(action.transfer or "", 0)
+        elif kind is ActionKind.FORWARD:
+            held += activation.get(action.stage, 0)
+            most = max(most, held)
+        elif kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
+            most = max(most, held)
+            held -= activation.get(action.stage, 0)
+    return most
+
+
 Interval = tuple[Number, Number]
 
 
@@ -153,10 +190,6 @@ def simulate_program(program: Program) -> Timeline:
     """Runs a program. Raises PlanError on a deadlock, with the cycle and the grid around it."""
     placed, times = simulate_tasks(program)
     return Timeline(program, placed, times)
-
-
-def _is_compute(action: Action) -> bool:
-    return action.kind in COMPUTE_KINDS or action.kind is ActionKind.OVERLAP
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -15,11 +15,13 @@ the other, a dispatch before the residual, as lowering orders them.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from disagmoe_compile.passes.schedule.order import checked_microbatches
-from disagmoe_compile.passes.schedule.rehearsed_links import RehearsedLinks
+from disagmoe_compile.passes.schedule.rehearsed_links import Happen, RehearsedLinks
 from disagmoe_compile.plan.action import Action, ActionKind
 from disagmoe_compile.plan.collector import collector_paused
 from disagmoe_compile.plan.ir import Schedule
@@ -64,12 +66,6 @@ class Rule:
     forwards_first: bool
     youngest_first: bool
 
-    def key(self, kind: ActionKind, microbatch: int) -> tuple[int, int]:
-        """Least goes first."""
-        if kind is _F:
-            return 1 - self.forwards_first, -microbatch if self.youngest_first else microbatch
-        return 2 if kind is _W else int(self.forwards_first), microbatch
-
 
 RULES = (Rule(False, False), Rule(True, False), Rule(True, True))
 """Input gradients first frees memory soonest and is best where compute is the limit; where links are, forwards first keeps them
@@ -77,141 +73,217 @@ fuller.
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """An order, and how long its rehearsal took. `passes`: of each group, as (kind, stage, micro-batch)."""
+
+    makespan: float
+    passes: Mapping[Group, Sequence[tuple[ActionKind, int, int]]]
+
+    def schedule(self) -> Schedule:
+        """Compute-only."""
+        actions = {group: tuple(Action(*one) for one in passes) for group, passes in self.passes.items()}
+        return Schedule("af_pipe_list", lowered=False, actions=actions)
+
+    def held(self, activation: Mapping[int, float]) -> dict[Group, float]:
+        """The most that each group holds at once, where a stage holds `activation` of a micro-batch from F to B or W."""
+        return {group: _held(passes, activation) for group, passes in self.passes.items()}
+
+
+def _held(passes: Sequence[tuple[ActionKind, int, int]], activation: Mapping[int, float]) -> float:
+    now = most = 0.0
+    for kind, stage, _ in passes:
+        if kind is _F:
+            now += activation[stage]
+            most = max(most, now)
+        elif kind is not _I:
+            now -= activation[stage]
+    return most
+
+
 def list_schedule(
     topology: Topology, n_microbatches: int, *, in_flight: int, rehearsal: Rehearsal | None = None
 ) -> Schedule:
     """Compute-only schedule of a training step, the shortest by rehearsal. Raises ValueError on a size below 1."""
-    return list_schedules(topology, n_microbatches, in_flight=in_flight, rehearsal=rehearsal)[0]
+    return rehearse(topology, n_microbatches, in_flight=in_flight, rehearsal=rehearsal)[0].schedule()
 
 
-def list_schedules(
-    topology: Topology, n_microbatches: int, *, in_flight: int, rehearsal: Rehearsal | None = None
-) -> tuple[Schedule, ...]:
-    """One for each rule that gives lists of its own, the shortest by rehearsal first: the next may hold less."""
+def rehearse(
+    topology: Topology,
+    n_microbatches: int,
+    *,
+    in_flight: int,
+    rehearsal: Rehearsal | None = None,
+    limit: float = math.inf,
+) -> tuple[Rehearsed, ...]:
+    """An order for each rule that gives one of its own, the shortest first: the next may hold less. None of a rule whose step
+    takes longer than `limit`. Raises ValueError on a size below 1.
+    """
     checked_microbatches(n_microbatches, in_flight)
     times = rehearsal or Rehearsal.uniform(topology)
-    runs = [_Run(topology, n_microbatches, in_flight, times, rule) for rule in RULES]
-    ranked = sorted(runs, key=lambda run: run.makespan())
-    distinct = [run for i, run in enumerate(ranked) if run.lists() not in [r.lists() for r in ranked[:i]]]
-    return tuple(Schedule("af_pipe_list", lowered=False, actions=run.lists()) for run in distinct)
-
-
-@dataclass(slots=True)
-class _Worker:
-    """A group: what is ready, and what it did."""
-
-    ready: list[tuple[tuple[int, int], int, ActionKind, int]] = field(default_factory=list)
-    actions: list[Action] = field(default_factory=list)
-    is_busy: bool = False
+    tried = [_Run(topology, n_microbatches, in_flight, times, rule).rehearsed(limit) for rule in RULES]
+    ranked = sorted((one for one in tried if one is not None), key=lambda one: one.makespan)
+    return tuple(
+        one for i, one in enumerate(ranked) if one.passes not in [before.passes for before in ranked[:i]]
+    )
 
 
 class _Run:
+    """One rehearsal. What is ready waits under a number that orders it, from which its parts follow:
+
+    number = (urgency * n + rank) * stages + stage      urgency: 0, 1 forwards and backwards as the rule says, 2 weights
+                                                        rank: the micro-batch, or from the last one down
+    """
+
     def __init__(
         self, topology: Topology, n_microbatches: int, in_flight: int, times: Rehearsal, rule: Rule
     ) -> None:
-        self.topology, self.n, self.times, self.rule = topology, n_microbatches, times, rule
-        self.last = topology.n_stages - 1
-        self.workers = {group: _Worker() for group in topology.groups}
-        self.group_of = [topology.group_of_stage(s) for s in range(topology.n_stages)]
-        self.links = RehearsedLinks(
-            {
-                g: times.attention_rate if g.role is Role.ATTENTION else times.ffn_rate
-                for g in topology.groups
-            },
-            times.latency,
-            self._at,
-        )
-        self.slots = in_flight
-        self.entered = 0
-        self.open_weights = [topology.n_stages] * n_microbatches
-        self.awaited: dict[tuple[ActionKind, int, int], int] = {}
-        self.events: list[tuple[float, int, Callable[[float], None]]] = []
+        self.n, self.free, self.is_youngest_first = n_microbatches, in_flight, rule.youngest_first
+        self.stages, self.groups = topology.n_stages, list(topology.groups)
+        number = {group: i for i, group in enumerate(self.groups)}
+        self.group_of = [number[topology.group_of_stage(s)] for s in range(self.stages)]
+        self.forward, self.backward = (0, 1) if rule.forwards_first else (1, 0)
+        # a tied head adds to stage 0's gradients: no W of it may be left when those are summed over the replicas
+        whole = {0, self.stages - 1} if topology.tied_head else {0}
+        forwards = [_F] * self.stages
+        backwards = [_B if s in whole else _I for s in range(self.stages)]
+        first, second = (forwards, backwards) if rule.forwards_first else (backwards, forwards)
+        self.kinds = [first, second, [_W] * self.stages]
+        self.seconds = [
+            [0.0 if kind is _W and s in whole else times.seconds[kind, s] for s, kind in enumerate(kinds)]
+            for kinds in self.kinds
+        ]
+        self.sends = [self._sends(times, urgency) for urgency in (0, 1)]
+        self.needs = [self._needs(urgency) for urgency in (0, 1)]
+        rates = [times.attention_rate if g.role is Role.ATTENTION else times.ffn_rate for g in self.groups]
+        self.links = RehearsedLinks(rates, times.latency, self._at, self._arrives)
+        self.ready: list[list[int]] = [[] for _ in self.groups]
+        self.ran: list[list[int]] = [[] for _ in self.groups]
+        self.is_busy = [False] * len(self.groups)
+        # of each group the seconds that it has yet to compute, and those that what it has yet to send takes
+        self.to_compute = [0.0] * len(self.groups)
+        self.to_send = [0.0] * len(self.groups)
+        self.sending = [[0.0] * self.stages, [0.0] * self.stages]
+        for stage, group in enumerate(self.group_of):
+            self.to_compute[group] += n_microbatches * sum(row[stage] for row in self.seconds)
+            for sends, sending in zip(self.sends, self.sending):
+                sending[stage] = sum(amount for _, amount, _ in sends[stage]) / rates[group]
+                self.to_send[group] += n_microbatches * sending[stage]
+        self.limit, self.is_late = math.inf, False
+        self.entered, self.open_weights = 0, [self.stages] * n_microbatches
+        self.half_there: set[int] = set()
+        self.events: list[tuple[float, int, Happen, Any]] = []
         self.count = 0
 
+    def _sends(self, times: Rehearsal, urgency: int) -> list[list[tuple[int, float, int]]]:
+        """Of a pass of each stage (group, amount, stage): to the next one, and from an attention stage the residual to the one
+        after it, if that is on another group.
+        """
+        step, found = 1 if urgency == self.forward else -1, []
+        for stage in range(self.stages):
+            to = [(times.exchange, stage + step)]
+            if self._crosses(stage, stage + 2 * step):
+                to.append((times.residual, stage + 2 * step))
+            found.append([(self.group_of[s], amount, s) for amount, s in to if 0 <= s < self.stages])
+        return found
+
+    def _needs(self, urgency: int) -> list[bool]:
+        """Whether a pass of each stage waits for a residual as well."""
+        step = 1 if urgency == self.forward else -1
+        return [self._crosses(stage - 2 * step, stage) for stage in range(self.stages)]
+
+    def _crosses(self, src: int, dst: int) -> bool:
+        is_stage = 0 <= src < self.stages and 0 <= dst < self.stages
+        return is_stage and src % 2 == 0 and self.group_of[src] != self.group_of[dst]
+
+    def rehearsed(self, limit: float = math.inf) -> Rehearsed | None:
+        """Rehearses the step; None as soon as some group has more left to compute or to send than `limit` allows."""
+        self.limit = limit
+        makespan = self._makespan()
+        if makespan > limit:
+            return None
+        passes = {group: [self._pass(one) for one in ran] for group, ran in zip(self.groups, self.ran)}
+        return Rehearsed(makespan, passes)
+
     @collector_paused()
-    def makespan(self) -> float:
-        """Rehearses the step."""
-        self._at(0.0, self._enter)
-        now = 0.0
-        while self.events:
-            now = self.events[0][0]
-            while self.events and self.events[0][0] == now:
-                heapq.heappop(self.events)[2](now)
-            for worker in self.workers.values():
-                if worker.ready and not worker.is_busy:
+    def _makespan(self) -> float:
+        """Infinite where it is known to exceed the limit."""
+        self._enter(0.0)
+        self.is_late = max(*self.to_compute, *self.to_send) > self.limit
+        now, events, workers = 0.0, self.events, range(len(self.groups))
+        while True:
+            for worker in workers:
+                if self.ready[worker] and not self.is_busy[worker]:
                     self._start(worker, now)
-        return now
+            if not events:
+                return now
+            if self.is_late:
+                return math.inf
+            now = events[0][0]
+            while events and events[0][0] == now:
+                _, _, happen, what = heapq.heappop(events)
+                happen(what, now)
 
-    def lists(self) -> dict[Group, tuple[Action, ...]]:
-        return {group: tuple(worker.actions) for group, worker in self.workers.items()}
+    def _pass(self, number: int) -> tuple[ActionKind, int, int]:
+        rest, stage = divmod(number, self.stages)
+        urgency, rank = divmod(rest, self.n)
+        return self.kinds[urgency][stage], stage, self._microbatch(urgency, rank)
 
-    def _at(self, time: float, happen: Callable[[float], None]) -> None:
+    def _microbatch(self, urgency: int, rank: int) -> int:
+        return self.n - 1 - rank if self.is_youngest_first and urgency == self.forward else rank
+
+    def _at(self, time: float, happen: Happen, what: Any, /) -> None:
         self.count += 1
-        heapq.heappush(self.events, (time, self.count, happen))
+        heapq.heappush(self.events, (time, self.count, happen, what))
 
     def _enter(self, now: float) -> None:
         """Let micro-batches in while the cap allows."""
-        while self.slots and self.entered < self.n:
-            self.slots -= 1
-            self._ready(_F, 0, self.entered)
+        while self.free and self.entered < self.n:
+            self.free -= 1
+            rank = self._microbatch(self.forward, self.entered)  # its own inverse
+            heapq.heappush(self.ready[self.group_of[0]], (self.forward * self.n + rank) * self.stages)
             self.entered += 1
 
-    def _ready(self, kind: ActionKind, stage: int, microbatch: int) -> None:
-        key = self.rule.key(kind, microbatch)
-        heapq.heappush(self.workers[self.group_of[stage]].ready, (key, stage, kind, microbatch))
+    def _arrives(self, number: int, now: float) -> None:
+        """A message for a pass, which is ready with the last of those that it needs."""
+        rest, stage = divmod(number, self.stages)
+        if self.needs[rest // self.n][stage]:
+            if number not in self.half_there:
+                self.half_there.add(number)
+                return
+            self.half_there.remove(number)
+        heapq.heappush(self.ready[self.group_of[stage]], number)
 
-    def _start(self, worker: _Worker, now: float) -> None:
-        _, stage, kind, microbatch = heapq.heappop(worker.ready)
-        worker.actions.append(Action(kind, stage, microbatch))
-        worker.is_busy = True
+    def _start(self, worker: int, now: float) -> None:
+        number = heapq.heappop(self.ready[worker])
+        rest, stage = divmod(number, self.stages)
+        seconds = self.seconds[rest // self.n][stage]
+        self.ran[worker].append(number)
+        self.is_busy[worker] = True
+        self.is_late |= now + self.to_compute[worker] > self.limit
+        self.to_compute[worker] -= seconds
+        self._at(now + seconds, self._ends, number)
 
-        def happen(end: float) -> None:
-            worker.is_busy = False
-            self._ended(kind, stage, microbatch, end)
-
-        self._at(now + self.times.seconds[kind, stage], happen)
-
-    def _ended(self, kind: ActionKind, stage: int, microbatch: int, now: float) -> None:
-        if kind is _F:
-            if stage == self.last:
-                # a tied head adds to stage 0's gradients: no W of it may be left when those are summed over the replicas
-                self._ready(_B if self.topology.tied_head else _I, stage, microbatch)
-            else:
-                self._send(stage, +1, microbatch, now)
-            return
-        if kind is not _W and stage:
-            self._send(stage, -1, microbatch, now)
-        if kind is _I:
-            self._ready(_W, stage, microbatch)
-            return
-        self.open_weights[microbatch] -= 1
-        if not self.open_weights[microbatch]:
-            self.slots += 1
+    def _ends(self, number: int, now: float) -> None:
+        stages, n = self.stages, self.n
+        rest, stage = divmod(number, stages)
+        urgency, rank = divmod(rest, n)
+        worker = self.group_of[stage]
+        self.is_busy[worker] = False
+        if urgency < 2:
+            self.is_late |= now + self.to_send[worker] > self.limit
+            self.to_send[worker] -= self.sending[urgency][stage]
+            for group, amount, to in self.sends[urgency][stage]:
+                self.links.send(worker, group, amount, rest * stages + to, now)
+            if urgency == self.forward:
+                if stage == stages - 1:
+                    turned = self.backward * n + self._microbatch(urgency, rank)
+                    heapq.heappush(self.ready[worker], turned * stages + stage)
+                return
+            if self.kinds[urgency][stage] is _I:
+                heapq.heappush(self.ready[worker], (2 * n + rank) * stages + stage)
+                return
+        self.open_weights[rank] -= 1
+        if not self.open_weights[rank]:
+            self.free += 1
             self._enter(now)
-
-    def _send(self, stage: int, step: int, microbatch: int, now: float) -> None:
-        """To the stage after this one, or before it, and from an attention stage the residual to the next one, if that is on
-        another group: it waits for both.
-        """
-        self._message(stage, stage + step, step, self.times.exchange, microbatch, now)
-        other = stage + 2 * step
-        if stage % 2 == 0 and 0 <= other <= self.last and self.group_of[other] != self.group_of[stage]:
-            self._message(stage, other, step, self.times.residual, microbatch, now)
-
-    def _message(self, src: int, dst: int, step: int, amount: float, microbatch: int, now: float) -> None:
-        kind = _F if step > 0 else _I if dst else _B
-        key = (kind, dst, microbatch)
-        if key not in self.awaited:
-            before = dst - 2 * step
-            crosses = (
-                dst % 2 == 0 and 0 <= before <= self.last and self.group_of[before] != self.group_of[dst]
-            )
-            self.awaited[key] = 1 + crosses
-
-        def arrives(_: float) -> None:
-            self.awaited[key] -= 1
-            if not self.awaited[key]:
-                del self.awaited[key]
-                self._ready(kind, dst, microbatch)
-
-        self.links.send(self.group_of[src], self.group_of[dst], amount, now, arrives)

@@ -6,8 +6,6 @@ import pytest
 
 from disagmoe_compile.planner.hardware import find_cluster
 from disagmoe_compile.simulator.advise import Verdict, summary
-from disagmoe_compile.simulator.reproduce.figures import _gain_over
-from disagmoe_compile.simulator.reproduce.setting import Outcome
 
 
 @pytest.mark.parametrize(
@@ -29,12 +27,3 @@ def test_a_change_flips_the_answer_where_the_rival_stops_to_fit() -> None:
     now = Verdict("as asked", -0.5, 1.0, "tutel", 2.0)
     longer = Verdict("longer", -0.5, 1.0, "tutel", 2.0, rival_fits=False)
     assert summary([now, longer], find_cluster("h800")).endswith("The answer flips with: longer.")
-
-
-def test_figures_compare_only_what_fits() -> None:
-    found = {
-        name: Outcome(speed, 0.0, fits, {})
-        for name, speed, fits in (("af_pipe", 3.0, True), ("tutel", 4.0, False), ("comet", 2.0, True))
-    }
-    assert _gain_over(found, ("tutel", "comet")) == [1.5]
-    assert _gain_over(found, ("tutel",)) == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +15,10 @@ from disagmoe_compile.planner.model_spec import layer_pattern
 from disagmoe_compile.planner.step_costs import Dedup, ModelCosts, model_costs
 from disagmoe_compile.simulator import search
 from disagmoe_compile.simulator.af_model import AFChoice, AFModel
-from disagmoe_compile.simulator.results import af_result, model_flops, rival_result
+from disagmoe_compile.simulator.results import Beaten, Result, af_faster, af_result, model_flops, rival_result
 from disagmoe_compile.simulator.rival_model import RIVALS, RivalChoice, RivalModel
 from disagmoe_compile.simulator.search import Setting, best
+from disagmoe_compile.simulator.timeline import least_bytes, simulate_program
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +31,12 @@ def model() -> ModelCosts:
 @pytest.fixture(scope="module")
 def cluster() -> Cluster:
     return find_cluster("H800-SXM5", 4)
+
+
+def _result(fits: bool, tokens_per_s_per_gpu: float, **changes: Any) -> Result:
+    """As little of one as the search looks at."""
+    kept = dict.fromkeys((field.name for field in fields(Result)), None)
+    return Result(**kept | {"fits": fits, "step_s": 1.0, "tokens": tokens_per_s_per_gpu, "gpus": 1} | changes)  # type: ignore[arg-type]
 
 
 def _rival(model: ModelCosts, cluster: Cluster, system: str, **changes: object) -> RivalModel:
@@ -133,37 +140,76 @@ def test_a_choice_that_fits_though_its_estimate_says_otherwise_is_found() -> Non
     models = [SimpleNamespace(depth=1, choice=choice) for choice in choices]
     simulated: list[str] = []
 
-    def run(model: Any) -> Any:
+    def run(model: Any, _: Any) -> Any:
         name, speed, _, fits = model.choice
         simulated.append(name)
-        return SimpleNamespace(name=name, fits=fits, tokens_per_s_per_gpu=speed, gpus=1)
+        return _result(fits, speed, options={"name": name})
 
     found = search._fastest(models, lambda m: search.Estimate(*m.choice[1:3]), run, 2)  # type: ignore[type-var]
-    assert found.name == "fits" and simulated == ["slow", "slower", "full", "fits"]  # type: ignore[attr-defined]
+    assert found is not None and found.options["name"] == "fits"
+    assert simulated == ["slow", "slower", "full", "fits"]
 
 
 def test_the_best_of_each_depth_is_simulated_unless_it_cannot_be_faster() -> None:
-    """(groups, estimate, truth): estimates of two groups are too high here; four cannot reach what was found."""
+    """(groups, estimate, truth): estimates of two groups are too high here; four cannot reach what was found. The shallowest
+    is simulated first.
+    """
     choices = [(2, 9.0, 3.0), (2, 8.0, 3.0), (1, 6.0, 5.0), (1, 5.0, 9.0), (4, 3.0, 4.0)]
     models = [SimpleNamespace(depth=c[0], choice=c) for c in choices]
     simulated: list[float] = []
 
-    def run(model: Any) -> Any:
+    def run(model: Any, _: Any) -> Any:
         simulated.append(model.choice[1])
-        return SimpleNamespace(fits=True, tokens_per_s_per_gpu=model.choice[2], gpus=1)
+        return _result(True, model.choice[2])
 
     found = search._fastest(models, lambda m: search.Estimate(m.choice[1], 0.5), run, 1)  # type: ignore[type-var]
-    assert found.tokens_per_s_per_gpu == 5.0 and simulated == [9.0, 6.0]
+    assert found is not None and found.tokens_per_s_per_gpu == 5.0 and simulated == [6.0, 9.0]
 
 
 def test_where_the_shortest_order_does_not_fit_one_that_holds_less_is_taken() -> None:
     whole = model_costs(find_model("DeepSeek-MoE-16B"), seq_length=8192)
     choice = AFChoice(1, 32, 32, 1, 16, Dedup.NODE, recompute_ffn=True, in_flight=4, order="list")
     af = AFModel(whole, find_cluster("H800-SXM5", 8), choice)
-    alone = [af_result(af, program=af.program(schedule)) for schedule in af.schedules()]
+    alone = [af_result(af, program=af.program(order.schedule())) for order in af.orders()]
     assert not alone[0].fits and any(one.fits for one in alone)
     found = af_result(af)
     assert found.fits and found.step_s > alone[0].step_s
+
+
+def test_a_choice_is_simulated_only_if_it_can_beat_what_was_found(
+    model: ModelCosts, cluster: Cluster
+) -> None:
+    af = AFModel(model, cluster, AFChoice(2, 8, 8, 1, 16, Dedup.NODE, in_flight=8, order="list"))
+    alone = af_result(af)
+    slower = replace(alone, step_s=1.1 * alone.step_s)
+    found = af_faster(af, slower)
+    assert isinstance(found, Result) and found.step_s == alone.step_s
+    assert af_faster(af, replace(alone, step_s=0.9 * alone.step_s)) == Beaten(fits=True)
+
+
+def test_a_choice_that_does_not_fit_is_worth_simulating_only_where_nothing_fits(model: ModelCosts) -> None:
+    small = find_cluster("H800-SXM5", 4)
+    tight = replace(small, gpu=replace(small.gpu, memory_bytes=10**10))
+    choice = AFChoice(2, 8, 8, 1, 16, Dedup.NODE, in_flight=8, order="list")
+    full, roomy = (af_result(AFModel(model, on, choice)) for on in (tight, small))
+    assert not full.fits and roomy.fits
+    again = af_faster(AFModel(model, tight, choice), None)
+    assert isinstance(again, Result) and again.step_s == full.step_s
+    slow = replace(roomy, step_s=10 * roomy.step_s)
+    assert af_faster(AFModel(model, tight, choice), slow) == Beaten(fits=False)
+
+
+def test_what_lists_hold_at_least_is_never_more_than_a_run_of_them_holds(
+    model: ModelCosts, cluster: Cluster
+) -> None:
+    af = AFModel(model, cluster, AFChoice(2, 8, 8, 1, 16, Dedup.NODE, in_flight=8, order="list"))
+    order = af.orders()[0]
+    program = af.program(order.schedule())
+    kept, received = af.activation_bytes(), af.message_bytes()
+    activations, least = order.held(kept), least_bytes(program.schedule, kept, received)
+    peak = simulate_program(program).peak_bytes(kept, received)
+    for group in af.topology.groups:
+        assert activations[group] < least[group] <= peak[group]
 
 
 def test_no_sizes_that_fit_is_an_error(model: ModelCosts, cluster: Cluster) -> None:

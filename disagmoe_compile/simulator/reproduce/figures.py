@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -10,8 +11,9 @@ from disagmoe_compile.planner.size import size
 from disagmoe_compile.planner.sizing_problem import SizingOptions, SizingProblem, TrainingWorkload
 from disagmoe_compile.planner.step_costs import Dedup
 from disagmoe_compile.simulator.af_model import AFChoice, AFModel
+from disagmoe_compile.simulator.reproduce.gains import Gain, gain_over, largest, too_large
 from disagmoe_compile.simulator.reproduce.rows import Figure, Row
-from disagmoe_compile.simulator.reproduce.setting import LENGTHS, MODELS, Outcome, setting, simulated
+from disagmoe_compile.simulator.reproduce.setting import LENGTHS, MODELS, setting, simulated
 from disagmoe_compile.simulator.results import Result, af_result, rival_result
 from disagmoe_compile.simulator.rival_model import RivalChoice, RivalModel
 from disagmoe_compile.simulator.stage_times import StageSeconds
@@ -24,9 +26,10 @@ _BATCH = "batch, parallel sizes and kernels of the paper are not known to us"
 def fig3() -> Figure:
     """Share of a step in exposed all-to-all, Megatron with EP over all GPUs, against nodes."""
     paper = {1: 0.22, 8: 0.78}
-    rows = []
+    rows, fits = [], {}
     for nodes in (1, 2, 4, 8):
         result = _plain("deepseek", 8192, nodes)
+        fits[f"{nodes} node(s)"] = result.fits
         share = float(result.critical.exposed) / result.step_s
         rows.append(
             Row(
@@ -41,7 +44,7 @@ def fig3() -> Figure:
         )
     growth = rows[-1].ours / rows[0].ours
     rows.append(Row("growth from 1 to 8 nodes", "growth", 0, growth, 0.78 / 0.22, 1.0, _BATCH))
-    return Figure("fig3", "Exposed all-to-all, Megatron", "nodes", "share of the step", rows)
+    return Figure("fig3", "Exposed all-to-all, Megatron", "nodes", "share of the step", rows, _unfit(fits))
 
 
 @cache
@@ -52,9 +55,10 @@ def fig6() -> Figure:
         4096: {"attention": 0.2838, "FFN": 0.1922, "A / C": 1.08},
         32768: {"attention": 0.5026, "FFN": 0.1396, "A / C": 2.78},
     }
-    rows = []
+    rows, fits = [], {}
     for length in LENGTHS:
         result = _plain("qwen3", length, 8)
+        fits[f"{length} tokens"] = result.fits
         model = _plain_model("qwen3", length, 8)
         n = model.choice.n_microbatches
         attention, ffn = _compute(model)
@@ -72,31 +76,43 @@ def fig6() -> Figure:
         ours = by_name[f"{what} at 32768"] / by_name[f"{what} at 4096"]
         theirs = paper[32768][what] / paper[4096][what]
         rows.append(Row(f"{what}, 32K over 4K", "growth", 0, ours, theirs, 1.0, _BATCH))
-    return Figure("fig6", "Qwen3 on 8 nodes, Megatron", "tokens of a sequence", "share, or ratio", rows)
+    return Figure(
+        "fig6", "Qwen3 on 8 nodes, Megatron", "tokens of a sequence", "share, or ratio", rows, _unfit(fits)
+    )
+
+
+def _unfit(fits: Mapping[str, bool]) -> Sequence[str]:
+    """A note on steps of which the shares are shown though they do not fit in memory, as the paper's recompute is not known."""
+    unfit = [what for what, it_fits in fits.items() if not it_fits]
+    return [f"without recompute, as here, these do not fit in memory: {', '.join(unfit)}"] if unfit else []
 
 
 @cache
 def fig10() -> Figure:
     """Tokens/s a GPU over lengths, models and systems; and the largest gains, which the paper puts at 1.81 and 1.34."""
     rows = []
-    over_megatron, over_best = [], []
+    gains: dict[str, list[Gain]] = {"Megatron": [], "the best rival": []}
     for name in MODELS:
         for length in LENGTHS:
             found = {s: simulated(s, name, length) for s in ("af_pipe", *RIVALS)}
             rows += [
                 Row(
-                    f"{s}, {name}, {length}" + ("" if r.fits else ", does not fit"),
+                    f"{s}, {name}, {length}",
                     f"{name} {s}",
                     length,
                     r.tokens_per_s_per_gpu,
+                    too_large=too_large({s: r}),
                 )
                 for s, r in found.items()
             ]
-            over_megatron += _gain_over(found, RIVALS[:1])
-            over_best += _gain_over(found, RIVALS[1:])
+            gains["Megatron"].append(gain_over(found, RIVALS[:1]))
+            gains["the best rival"].append(gain_over(found, RIVALS[1:]))
     why = "in steady state each side of AF-Pipe has a part of the NICs and all of the rows, which no schedule makes up for"
-    rows.append(Row("largest gain over Megatron", "summary", 0, max(over_megatron), 1.81, 1.0, _BATCH))
-    rows.append(Row("largest gain over the best rival", "summary", 0, max(over_best), 1.34, 1.0, why))
+    for (whom, found_gains), paper, reason in zip(gains.items(), (1.81, 1.34), (_BATCH, why)):
+        best = largest(found_gains)
+        rows.append(
+            Row(f"largest gain over {whom}", "summary", 0, best.gain, paper, 1.0, reason, best.too_large)
+        )
     notes = [
         "gains are among systems that fit in memory; one that does not fit is drawn at the speed it would have"
     ]
@@ -105,26 +121,20 @@ def fig10() -> Figure:
     )
 
 
-def _gain_over(found: Mapping[str, Outcome], rivals: Sequence[str]) -> list[float]:
-    """AF-Pipe's over the best of `rivals` that fit in memory; none where AF-Pipe or all of them do not."""
-    others = [found[s].tokens_per_s_per_gpu for s in rivals if found[s].fits]
-    ours = found["af_pipe"]
-    return [ours.tokens_per_s_per_gpu / max(others)] if others and ours.fits else []
-
-
 @cache
 def fig11() -> Figure:
     """Exposed communication a token, less than each rival's by the paper's -88, -75, -45%."""
     paper = {"tutel": -0.88, "comet": -0.75, "dualpipe": -0.45}
     found = {s: simulated(s, "deepseek", 8192) for s in ("af_pipe", *RIVALS)}
-    exposed = {s: r.exposed_s for s, r in found.items()}
     rows = [
-        Row(f"exposed us a token and GPU, {s}", "exposed", k, 1e6 * value)
-        for k, (s, value) in enumerate(exposed.items())
+        Row(f"exposed us a token and GPU, {s}", "exposed", k, 1e6 * r.exposed_s, too_large=too_large({s: r}))
+        for k, (s, r) in enumerate(found.items())
     ]
     for k, (system, change) in enumerate(paper.items()):
-        ours = exposed["af_pipe"] / exposed[system] - 1 if exposed[system] else 0.0
-        rows.append(Row(f"AF-Pipe against {system}", "change", k, ours, change, 0.0, _NICS))
+        ours, theirs = found["af_pipe"], found[system]
+        unfit = too_large({"af_pipe": ours, system: theirs})
+        moved = math.nan if unfit else ours.exposed_s / theirs.exposed_s - 1 if theirs.exposed_s else 0.0
+        rows.append(Row(f"AF-Pipe against {system}", "change", k, moved, change, 0.0, _NICS, unfit))
     notes = ["exposed: compute idles while the message it waits for is on its way; mean over GPUs"]
     return Figure("fig11", "Exposed communication, DeepSeek-MoE 8K", "system", "us, or change", rows, notes)
 
@@ -149,14 +159,21 @@ def fig12() -> Figure:
         ),
     ):
         for name in MODELS:
-            shares = [share_of(name, length) for length in LENGTHS]
+            splits = [share_of(name, length) for length in LENGTHS]
             rows += [
-                Row(f"attention share{what}, {name}, {length}", f"{name}{what}", length, share)
-                for length, share in zip(LENGTHS, shares)
+                Row(
+                    f"attention share{what}, {name}, {length}",
+                    f"{name}{what}",
+                    length,
+                    share,
+                    too_large=unfit,
+                )
+                for length, (share, unfit) in zip(LENGTHS, splits)
             ]
-            moved = shares[-1] - shares[0]
-            sign = float((moved > 0) - (moved < 0))
-            rows.append(Row(f"share grows with length{what}, {name}", "direction", 0, sign, 1.0, 0.0, why))
+            (first, unfit), (last, also_unfit) = splits[0], splits[-1]
+            sign = float((last > first) - (last < first))
+            row = Row(f"share grows with length{what}, {name}", "direction", 0, sign, 1.0, 0.0, why)
+            rows.append(replace(row, too_large=unfit or also_unfit))
     return Figure("fig12", "Best split", "tokens of a sequence", "share of GPUs on attention", rows)
 
 
@@ -166,32 +183,31 @@ _TIED = (
 )
 
 
-def _simulated_share(name: str, seq_length: int) -> float:
-    """In steps of whole nodes."""
-    options = simulated("af_pipe", name, seq_length).options
-    return float(
-        options["attention_group_size"] / (options["attention_group_size"] + options["ffn_group_size"])
-    )
+def _simulated_share(name: str, seq_length: int) -> tuple[float, Sequence[str]]:
+    """Of the fastest choice, and what does not fit in memory."""
+    found = simulated("af_pipe", name, seq_length)
+    attention, ffn = found.options["attention_group_size"], found.options["ffn_group_size"]
+    return float(attention / (attention + ffn)), too_large({"af_pipe": found})
 
 
-def _planned_share(name: str, seq_length: int) -> float:
+def _planned_share(name: str, seq_length: int) -> tuple[float, Sequence[str]]:
+    """The planner takes only what fits."""
     base = setting(name, seq_length)
     workload = TrainingWorkload(seq_length, sequences_per_gpu=base.sequences // base.cluster.gpus)
     options = SizingOptions(dedup=base.dedup, shard_optimizer=None, free_nics=True)
     found = size(SizingProblem(base.model, base.cluster, workload, options), alternatives=0)
-    return found.attention_gpus / found.world_size
+    return found.attention_gpus / found.world_size, ()
 
 
 @cache
 def fig13() -> Figure:
     """Gain over the best rival against top-k, and against the rivals' EP size (DeepSeek-MoE, 8K)."""
-    rows = []
-    for top_k in (2, 4, 6, 8):
-        gain = _gain("deepseek", 8192, top_k=top_k)
-        rows.append(Row(f"gain at top-{top_k}", "top-k", top_k, gain))
-    for ep in (8, 16, 32, 64):
-        rows.append(Row(f"gain against EP {ep}", "EP size", ep, _gain("deepseek", 8192, ep_size=ep)))
-    notes = ["gain: tokens/s of AF-Pipe over the best of the four rivals"]
+    gains = [(f"gain at top-{k}", "top-k", k, _gain("deepseek", 8192, top_k=k)) for k in (2, 4, 6, 8)] + [
+        (f"gain against EP {ep}", "EP size", ep, _gain("deepseek", 8192, ep_size=ep))
+        for ep in (8, 16, 32, 64)
+    ]
+    rows = [Row(what, series, x, found.gain, too_large=found.too_large) for what, series, x, found in gains]
+    notes = ["gain: tokens/s of AF-Pipe over the best of the four rivals, of those that fit in memory"]
     return Figure("fig13", "Top-k and EP size", "top-k or EP size", "gain", rows, notes)
 
 
@@ -208,10 +224,12 @@ def fig14() -> Figure:
         choice = AFChoice(p, pair // 2, pair // 2, 1, n, Dedup.NONE, False, False, False, None)
         result = af_result(AFModel(base.model, base.cluster, choice))
         memory[stages] = result.fits
-        rows.append(
-            Row(f"tokens/s a GPU, {stages} stages", "tokens/s a GPU", stages, result.tokens_per_s_per_gpu)
-        )
-        rows.append(Row(f"GB, {stages} stages", "GB", stages, max(result.peak_bytes.values()) / 1e9))
+        unfit = () if result.fits else ("af_pipe",)
+        for what, value in (
+            ("tokens/s a GPU", result.tokens_per_s_per_gpu),
+            ("GB", max(result.peak_bytes.values()) / 1e9),
+        ):
+            rows.append(Row(f"{what}, {stages} stages", what, stages, value, too_large=unfit))
     largest = max((s for s, fits in memory.items() if fits), default=0)
     why = "what the paper calls a virtual stage, and its recompute, are not known to us; ours changes with p"
     rows.append(Row("most stages that fit", "largest", 0, largest, 16.0, 0.0, why))
@@ -222,24 +240,20 @@ def fig14() -> Figure:
 def dedup() -> Figure:
     """Not in the paper: every system with the same de-duplication and pre-reduce, EP pinned to 64 and free."""
     rows = []
+    pinned: dict[tuple[str, Dedup], Gain] = {}
     for ep in (64, None):
         for kind in Dedup:
             found = {s: simulated(s, "deepseek", 8192, 8, kind, ep) for s in ("af_pipe", *RIVALS)}
-            ours = found["af_pipe"].tokens_per_s_per_gpu
             for k, system in enumerate(RIVALS):
-                label = f"{kind}, EP {ep or 'free'}"
+                label, over = f"{kind}, EP {ep or 'free'}", gain_over(found, (system,))
                 rows.append(
-                    Row(f"gain over {system}, {label}", label, k, ours / found[system].tokens_per_s_per_gpu)
+                    Row(f"gain over {system}, {label}", label, k, over.gain, too_large=over.too_large)
                 )
-    pinned = {row.what: row.ours for row in rows}
-    rows.append(
-        _expected(
-            "over Megatron, best kind",
-            max(pinned[f"gain over megatron_1f1b, {d}, EP 64"] for d in Dedup),
-            2.3,
-        )
-    )
-    rows.append(_expected("over DualPipe, node", pinned["gain over dualpipe, node, EP 64"], 1.3))
+                if ep == 64:
+                    pinned[system, kind] = over
+    best_kind = largest([pinned["megatron_1f1b", kind] for kind in Dedup])
+    rows.append(_expected("over Megatron, best kind", best_kind, 2.3))
+    rows.append(_expected("over DualPipe, node", pinned["dualpipe", Dedup.NODE], 1.3))
     notes = [
         "the numbers under `paper` of this figure are an independent model's expectation, not the paper's",
         "EP free: a rival whose experts fit in one NVLink domain sends nothing over NICs, and wins on a model this small",
@@ -247,16 +261,9 @@ def dedup() -> Figure:
     return Figure("dedup", "The same de-duplication for everyone", "rival", "gain of AF-Pipe", rows, notes)
 
 
-def _expected(what: str, ours: float, expectation: float) -> Row:
-    return Row(
-        what,
-        "expected",
-        0,
-        ours,
-        expectation,
-        1.0,
-        "our costs of F-group NICs, residual and recompute differ",
-    )
+def _expected(what: str, ours: Gain, expectation: float) -> Row:
+    why = "our costs of F-group NICs, residual and recompute differ"
+    return Row(what, "expected", 0, ours.gain, expectation, 1.0, why, ours.too_large)
 
 
 def claims() -> Figure:
@@ -313,8 +320,7 @@ def _compute(rival: RivalModel) -> tuple[StageSeconds, StageSeconds]:
     return attention + rival.stage_seconds(rival.model.n_boundaries * rival.width), ffn
 
 
-def _gain(name: str, seq_length: int, *, ep_size: int | None = 64, top_k: int | None = None) -> float:
+def _gain(name: str, seq_length: int, *, ep_size: int | None = 64, top_k: int | None = None) -> Gain:
     found = {s: simulated(s, name, seq_length, 8, Dedup.NONE, ep_size, top_k) for s in RIVALS}
     found["af_pipe"] = simulated("af_pipe", name, seq_length, 8, Dedup.NONE, 64, top_k)
-    gains = _gain_over(found, RIVALS)
-    return gains[0] if gains else float("nan")
+    return gain_over(found, RIVALS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections import defaultdict
 from pathlib import Path
 
@@ -31,11 +32,11 @@ def write(figure: Figure, folder: Path) -> list[Path]:
 def as_text(figure: Figure) -> str:
     lines = [f"{figure.name}: {figure.title} (simulated, not measured)"]
     for row in figure.rows:
-        paper = "" if row.paper is None else f"  paper {row.paper:.4g}  {row.verdict}"
-        reason = (
-            f"  ({row.reason})" if row.reason and row.verdict not in ("reproduced", "no number known") else ""
-        )
-        lines.append(f"  {row.what:<48} {row.ours:>12.4g}{paper}{reason}")
+        ours = f"{'-':>12}" if math.isnan(row.ours) else f"{row.ours:>12.4g}"
+        paper = "" if row.paper is None else f"  paper {row.paper:.4g}"
+        verdict = f"  {row.verdict}" if paper or row.too_large else ""
+        reason = f"  ({row.why_not})" if row.why_not else ""
+        lines.append(f"  {row.what:<48} {ours}{paper}{verdict}{reason}")
     return "\n".join([*lines, *(f"  note: {note}" for note in figure.notes)]) + "\n"
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagmoe_compile.passes.schedule.list_schedule import RULES, Rehearsal, _Run, list_schedule
+from disagmoe_compile.passes.schedule.list_schedule import RULES, Rehearsal, _Run, list_schedule, rehearse
 from disagmoe_compile.passes.schedule.lower import lower, lower_lists
-from disagmoe_compile.passes.schedule.rehearsed_links import RehearsedLinks
+from disagmoe_compile.passes.schedule.rehearsed_links import Happen, RehearsedLinks
 from disagmoe_compile.plan.completeness import peak_residency
 from disagmoe_compile.plan.topology import Topology
 from disagmoe_compile.plan.validate import validate
@@ -70,32 +70,50 @@ def test_sizes_below_one_are_refused(n: int, in_flight: int) -> None:
 
 
 def test_messages_of_the_rehearsal_queue_at_the_sender_and_share_the_receiver() -> None:
-    """Amounts of 4 at a rate of 1. a -> c and b -> c share c until both have moved 2 and a half: 8; a's second follows at 12."""
-    events: list[tuple[float, int, Callable[[float], None]]] = []
+    """Amounts of 4 at a rate of 1. 0 -> 2 and 1 -> 2 share 2 until both have moved 2 and a half: 8; 0's second follows at 12."""
+    events: list[tuple[float, int, Happen, Any]] = []
     arrived: dict[str, float] = {}
 
-    def at(time: float, happen: Callable[[float], None]) -> None:
-        heapq.heappush(events, (time, len(events) + len(arrived), happen))
+    def at(time: float, happen: Happen, what: Any, /) -> None:
+        heapq.heappush(events, (time, len(events) + len(arrived), happen, what))
 
-    def noted(name: str) -> Callable[[float], None]:
-        return lambda now: arrived.update({name: now})
-
-    links = RehearsedLinks(dict.fromkeys("abcd", 1.0), 0.5, at)
-    for name, src, dst in (("first", "a", "c"), ("second", "a", "d"), ("other", "b", "c")):
-        links.send(src, dst, 4.0, 0.0, noted(name))
+    names = ("first", "second", "other")
+    links = RehearsedLinks([1.0] * 4, 0.5, at, lambda number, now: arrived.update({names[number]: now}))
+    for number, (src, dst) in enumerate(((0, 2), (0, 3), (1, 2))):
+        links.send(src, dst, 4.0, number, 0.0)
     while events:
-        now, _, happen = heapq.heappop(events)
-        happen(now)
+        now, _, happen, what = heapq.heappop(events)
+        happen(what, now)
     assert arrived == {"first": 8.5, "other": 8.5, "second": 12.5}
 
 
-def test_the_rule_whose_rehearsal_is_shortest_makes_the_lists() -> None:
-    """Two groups of each kind, residuals between them, links that need 0.9 of what compute needs: forwards first is better."""
+def _tight() -> tuple[Topology, Rehearsal]:
+    """Two groups of each kind, residuals between them, links that need 0.9 of what compute needs."""
     topology = Topology(1, 1, 2, 2, 8)
     seconds = {(kind, s): 1.0 + (kind == "B") for kind in "FIWB" for s in range(topology.n_stages)}
-    times = Rehearsal(seconds, exchange=1.0, residual=0.35)  # type: ignore[arg-type]
-    runs = [_Run(topology, 32, 8, times, rule) for rule in RULES]
-    steps = [run.makespan() for run in runs]
-    best = runs[steps.index(min(steps))]
-    assert min(steps) < steps[0]
-    assert list_schedule(topology, 32, in_flight=8, rehearsal=times).actions == best.lists()
+    return topology, Rehearsal(seconds, exchange=1.0, residual=0.35)  # type: ignore[arg-type]
+
+
+def test_the_rule_whose_rehearsal_is_shortest_makes_the_lists() -> None:
+    """Forwards first is better here."""
+    topology, times = _tight()
+    runs = [_Run(topology, 32, 8, times, rule).rehearsed() for rule in RULES]
+    best = min((run for run in runs if run), key=lambda run: run.makespan)
+    assert runs[0] is not None and best.makespan < runs[0].makespan
+    assert list_schedule(topology, 32, in_flight=8, rehearsal=times).actions == best.schedule().actions
+
+
+def test_a_limit_leaves_out_the_orders_that_take_longer_and_changes_no_other() -> None:
+    topology, times = _tight()
+    every = rehearse(topology, 32, in_flight=8, rehearsal=times)
+    steps = [order.makespan for order in every]
+    assert len(steps) > 1 and steps == sorted(steps)
+    assert rehearse(topology, 32, in_flight=8, rehearsal=times, limit=steps[0]) == every[:1]
+    assert rehearse(topology, 32, in_flight=8, rehearsal=times, limit=0.999 * steps[0]) == ()
+
+
+def test_what_an_order_holds_is_what_its_lists_hold() -> None:
+    topology, times = _tight()
+    order = rehearse(topology, 32, in_flight=8, rehearsal=times)[0]
+    held = order.held(dict.fromkeys(range(topology.n_stages), 1.0))
+    assert held == peak_residency(order.schedule())
