@@ -55,8 +55,8 @@ def read_slot_pieces(node: fx.Node) -> SlotPieces | None:
     if not isinstance(dim, int) or rank < 3 or dim % rank == rank - 1:
         return None
     dim %= rank
-    if not is_call(node, "stack") and any(shape(result)[dim] != 1 for result in results):
-        return None
+    if not is_call(node, "stack") and any(shape(result)[dim : dim + 1] != (1,) for result in results):
+        return None  # `cat` also takes an empty vector among tensors of other ranks, as an empty cache of keys is
     cuts = [_cut_behind(result) for result in results]
     read = [_read_cut(cut) for cut in cuts if cut is not None]
     rows = read[0][0] if read and read[0] is not None else None

@@ -112,3 +112,13 @@ def test_experts_that_do_not_certainly_take_their_own_slots_are_refused(case):
 @pytest.mark.parametrize("case", ["stacked", "leading dimension"])
 def test_routed_pairs_alone_are_sent_to_experts_that_take_their_own_slots(case):
     assert outcome(routed_by(EXACT[case])).styles == ["capacity"]
+
+
+def test_a_cat_with_an_empty_vector_is_no_joining_of_pieces():
+    """An empty cache of keys is one."""
+
+    def routed(m: Layer, x: Tensor, w: Tensor, ids: Tensor, p: Tensor) -> Tensor:
+        keys = torch.cat([x.new_zeros(0), x.view(3, 2, -1, x.shape[-1])], dim=2)
+        return routed_by(stacked())(m, keys.flatten(0, 2), w, ids, p)
+
+    assert outcome(routed).styles == ["capacity"]
