@@ -34,6 +34,10 @@ class Pieces:
     cuts: tuple[fx.Node, ...]
     rows: fx.Node
 
+    def is_cut(self, node: fx.Node, e: int) -> bool:
+        """Whether `node` is the rows of expert e."""
+        return node is self.cuts[e]
+
 
 @dataclass(frozen=True, slots=True)
 class CountedPieces(Pieces):
@@ -131,7 +135,13 @@ class Alike:
         for e, result in enumerate(self.pieces.results[1:], 1):
             self._known: set[tuple[fx.Node, fx.Node]] = set()
             self._compare(self.pieces.results[0], result, e)
-        for parameters in self.params.values():
+        used: dict[fx.Node, fx.Node] = {}  # by the parameter of the first expert in whose place it is
+        for first, parameters in self.params.items():
+            for parameter in parameters:
+                if used.setdefault(parameter, first) is not first:
+                    raise NoMatch(
+                        parameter, f"one expert uses the parameter `{parameter.name}` twice, another does not"
+                    )
             if len({id(p) for p in parameters}) != len(self.pieces.results):
                 raise NoMatch(
                     parameters[0], f"the parameter `{parameters[0].name}` belongs to several experts"
@@ -153,7 +163,7 @@ class Alike:
             raise NoMatch(self.pieces.results[e], f"experts 0 and {e} compute different functions")
 
     def _compare_nodes(self, first: fx.Node, other: fx.Node, e: int) -> None:
-        if first is self.pieces.cuts[0] and other is self.pieces.cuts[e]:
+        if self.pieces.is_cut(first, 0) and self.pieces.is_cut(other, e):
             return
         stacked, number = first_part(first)
         if stacked is not None and is_parameter(stacked):

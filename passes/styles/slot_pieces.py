@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import fx
 
@@ -24,6 +25,8 @@ from disagmoe_compile.passes.styles.parameters import is_parameter, is_stacked, 
 from disagmoe_compile.passes.styles.pieces import Alike, Pieces
 
 _ALL = slice(None)
+_EXPERT: Axis = ("expert",)
+_Cut: TypeAlias = tuple[fx.Node, int, int]  # rows, dim, e
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +40,16 @@ class SlotPieces(Pieces):
         kept = (ONE,) if rank_of(self.results[0]) == rank_of(self.joined) else ()
         return (*axes[: self.dim], *kept, *axes[self.dim + 1 :])
 
-    def axes_of_rows(self, axes: Axes, expert: Axis) -> Axes:
-        """Axes of `rows` where `axes` are those of the first cut, and `expert` is the axis of `joined` along `dim`."""
-        kept = rank_of(self.cuts[0]) == rank_of(self.rows)
+    def is_cut(self, node: fx.Node, e: int) -> bool:
+        return _read_cut(node) == (self.rows, self.dim, e)
+
+    def axes_of_rows(self, cut: fx.Node, axes: Axes, expert: Axis) -> Axes:
+        """Axes of `rows` where `axes` are those of a `cut`, and `expert` is the axis of `joined` along `dim`."""
+        if ROW in axes[:-1]:
+            raise NoMatch(cut, "slots of an expert meet")
+        kept = rank_of(cut) == rank_of(self.rows)
         if kept and axes[self.dim] != ONE:
-            raise NoMatch(self.cuts[0], "its one row is not that of an expert")
+            raise NoMatch(cut, "its one row is not that of an expert")
         return (*axes[: self.dim], expert, *axes[self.dim + kept :])
 
 
@@ -68,23 +76,23 @@ def read_slot_pieces(node: fx.Node) -> SlotPieces | None:
 
 
 def _cut_behind(result: fx.Node) -> fx.Node | None:
-    """The one piece, of something else than parameters, that `result` is computed from."""
-    found: set[fx.Node] = set()
+    """The one piece, of something else than parameters, that `result` is computed from, however often it is cut."""
+    found: dict[_Cut, fx.Node] = {}
     pending, seen = [result], {result}
     while pending and len(found) < 2:
         node = pending.pop()
         cut = _read_cut(node)
         if cut is not None and is_tensor(cut[0]):
-            found |= set() if is_stacked(cut[0]) else {node}
+            found |= {} if is_stacked(cut[0]) else {cut: node}
             continue
         for source in node.all_input_nodes:
             if source not in seen:
                 seen.add(source)
                 pending.append(source)
-    return found.pop() if len(found) == 1 else None
+    return found.popitem()[1] if len(found) == 1 else None
 
 
-def _read_cut(node: fx.Node) -> tuple[fx.Node, int, int] | None:
+def _read_cut(node: fx.Node) -> _Cut | None:
     """(rows, dim, e) of one row of `rows` along `dim`, or None."""
     if is_call(node, "select"):
         return _at(node.args[0], argument(node, 1, "dim"), argument(node, 2, "index"))
@@ -113,7 +121,7 @@ def _read_cut(node: fx.Node) -> tuple[fx.Node, int, int] | None:
     return _at(source, dim, part)
 
 
-def _at(rows: object, dim: object, e: object) -> tuple[fx.Node, int, int] | None:
+def _at(rows: object, dim: object, e: object) -> _Cut | None:
     is_certain = isinstance(rows, fx.Node) and isinstance(dim, int) and isinstance(e, int)
     return (rows, dim % (rank_of(rows) or 1), e) if is_certain and e >= 0 else None  # type: ignore[operator, arg-type, return-value]
 
@@ -123,15 +131,13 @@ class ExpertsLeaf:
 
     def __init__(self, function: PairFunction) -> None:
         self._function = function
-        self._first_cuts: dict[fx.Node, tuple[SlotPieces, Axis]] = {}
+        self._pieces: list[SlotPieces] = []
         self._separate: dict[fx.Node, ParamNodes] = {}  # of the first expert: those of all experts
 
     def __call__(self, node: fx.Node, axes: Axes) -> Converted | None:
-        if node in self._first_cuts:
-            pieces, expert = self._first_cuts[node]
-            if ROW in axes[:-1]:
-                raise NoMatch(node, "slots of an expert meet")
-            return self._function.convert(pieces.rows, pieces.axes_of_rows(axes, expert))
+        pieces = next((one for one in self._pieces if one.is_cut(node, 0)), None)
+        if pieces is not None:
+            return self._function.convert(pieces.rows, pieces.axes_of_rows(node, axes, _EXPERT))
         if node in self._separate:
             if set(axes) - {ROW}:
                 raise NoMatch(node, f"the parameter `{node.name}` of one expert lies along its slots")
@@ -139,16 +145,16 @@ class ExpertsLeaf:
         if is_parameter(node):
             return parameter_leaf(self._function, node, axes)
         stacked, _ = first_part(node)
-        if stacked is not None and self._first_cuts and is_stacked(stacked):
-            return self._function.convert(stacked, (("expert",), *axes))
+        if stacked is not None and self._pieces and is_stacked(stacked):
+            return self._function.convert(stacked, (_EXPERT, *axes))
         joined = read_slot_pieces(node)
         return None if joined is None else self._joined(joined, axes)
 
     def _joined(self, pieces: SlotPieces, axes: Axes) -> Converted:
         alike = Alike(pieces)
         alike.check()
-        if axes[pieces.dim] != ("expert",):
+        if axes[pieces.dim] != _EXPERT:
             raise NoMatch(pieces.joined, "its pieces are not those of the experts")
-        self._first_cuts[pieces.cuts[0]] = pieces, axes[pieces.dim]
+        self._pieces.append(pieces)
         self._separate |= {parameter: alike.separate(parameter) for parameter in alike.params}
         return self._function.convert(pieces.results[0], pieces.axes_of_result(axes))

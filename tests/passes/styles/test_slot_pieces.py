@@ -68,6 +68,7 @@ EXACT: dict[str, Run] = {
     "stacked": stacked(),
     "stacked parameters": stacked(gated),
     "norms with scale and shift": stacked(normed),
+    "cut twice": lambda m, slots: torch.stack([m.experts[e](slots[e]) * slots[e] for e in range(EXPERTS)]),
     "iterated": lambda m, slots: torch.stack([expert(rows) for expert, rows in zip(m.experts, slots)]),
     "chunk and cat": lambda m, slots: torch.cat(
         [F.relu(expert(piece)) for expert, piece in zip(m.experts, slots.chunk(EXPERTS))]
@@ -89,6 +90,10 @@ def test_experts_that_take_their_own_slots_are_exact(case):
 
 REFUSED: dict[str, tuple[Run, str]] = {
     "slots of another expert": (stacked(order=[1, 0, 2]), "topk"),
+    "one matrix twice in some experts": (
+        stacked(lambda m, e, rows: rows @ m.experts[e].weight @ m.experts[max(e, 1)].weight),
+        "twice, another does not",
+    ),
     "one expert for all": (stacked(lambda m, e, rows: m.experts[0](rows)), "belongs to several experts"),
     "one expert of another kind": (
         stacked(lambda m, e, rows: m.experts[e](rows).relu() if e == 1 else m.experts[e](rows)),
