@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from disagmoe_compile.plan.action import Action, ActionKind
-from disagmoe_compile.plan.ir import Plan, Transfer, TransferKind
+from disagmoe_compile.plan.ir import Plan, Transfer
 from disagmoe_compile.runtime.failure import describe_failure
 from disagmoe_compile.runtime.messages import LostPeer, Receiving, ReceivingRouted, Sending, send
 from disagmoe_compile.runtime.pulse import Heart, Place, Pulse, log_places
@@ -154,12 +154,8 @@ class Executor:
             receiving = receiving.wait()
         messages = receiving.wait()
         self._finish(ActionKind.RECV, _key(action), receiving.nbytes)
-        transfer = self._transfer(action)
-        self.worker.arrived(transfer, _microbatch(action), messages)
-        if (
-            transfer.kind is not TransferKind.P2P
-        ):  # stages compute with what a residual brought, until their backward
-            receiving.release()
+        self.worker.arrived(self._transfer(action), _microbatch(action), messages)
+        receiving.release()
         return 0
 
     def _free(self, action: Action) -> int:

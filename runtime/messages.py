@@ -106,7 +106,7 @@ class Receiving:
         return self.messages
 
     def release(self) -> None:
-        """The messages may be overwritten from now on."""
+        """The messages may be overwritten from now on, unless they live on."""
         self.messages.clear()
         _give_all(self.buffers, self.leases)
 
@@ -168,10 +168,16 @@ def send(
 
 
 def receive(
-    transport: Transport, tags: Tags, transfer: str, microbatch: int, expected: Sequence[Expected]
+    transport: Transport,
+    tags: Tags,
+    transfer: str,
+    microbatch: int,
+    expected: Sequence[Expected],
+    *,
+    lives_on: bool = False,
 ) -> Receiving:
-    """Posts the receives of all payloads."""
-    return _receive(transport, tags, transfer, microbatch, expected, _PAYLOAD)
+    """Posts the receives of all payloads. `lives_on`: tensors stay as they are after `release`, for as long as they are used."""
+    return _receive(transport, tags, transfer, microbatch, expected, _PAYLOAD, lives_on=lives_on)
 
 
 def receive_headers(
@@ -188,13 +194,16 @@ def _receive(
     microbatch: int,
     expected: Sequence[Expected],
     part: int,
+    *,
+    lives_on: bool = False,
 ) -> Receiving:
     receiving = Receiving(transport.buffers, [], [], [], 0)
     for one in expected:
         layout, nbytes = _layout(one.specs)
-        lease = transport.buffers.take(nbytes)
+        lease = transport.buffers.lend(nbytes) if lives_on else transport.buffers.take(nbytes)
         tensors = tuple(_view(lease, place) for place in layout)
-        receiving.leases.append(lease)
+        if not lives_on:
+            receiving.leases.append(lease)
         receiving.messages.append(Message(one.peer, tensors))
         full = [tensor for tensor in tensors if tensor.numel()]
         if full:

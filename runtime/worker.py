@@ -120,7 +120,10 @@ class Worker(ABC):
 
     def post_receive(self, transfer: Transfer, microbatch: int) -> Receiving | ReceivingRouted:
         expected = self.expected(transfer, microbatch)
-        return receive(self.transport, self.tags, transfer.name, microbatch, expected)
+        lives_on = (
+            transfer.kind is TransferKind.P2P
+        )  # stages compute with what a residual brought, until their backward
+        return receive(self.transport, self.tags, transfer.name, microbatch, expected, lives_on=lives_on)
 
     def arrived(self, transfer: Transfer, microbatch: int, messages: list[Message]) -> None:
         self._incoming[transfer.name, microbatch] = self.take_in(transfer, microbatch, messages)

@@ -11,6 +11,7 @@ from disagmoe_compile.errors import InputError
 from disagmoe_compile.models.hf import build
 from disagmoe_compile.plan.ir import Plan, TransferKind
 from disagmoe_compile.runtime.buffers import Buffers
+from disagmoe_compile.runtime.transport.loopback import LoopbackTransport, run_all
 from disagmoe_compile.simulator.plan_program import message_bytes
 from disagmoe_compile.testing.parity import Reference, assert_parity, eager_reference
 from disagmoe_compile.testing.virtual import CapturedCall, VirtualRun, capture_call, run_captured
@@ -131,6 +132,40 @@ def test_nothing_reads_a_message_after_its_buffer_was_given_back(captured, monke
     allocated = sum(executor.worker.transport.buffers.allocated for executor in run.executors)
     assert allocated < len(given), "later messages use the memory of earlier ones"
     assert_parity(run.loss, run.gradients, reference)
+
+
+@pytest.mark.parametrize("pipeline_groups", [1, 2])
+def test_memory_of_messages_does_not_grow_with_micro_batches_or_steps(captured, pipeline_groups):
+    """With twice as many messages of half the size no more buffers; a second step needs no other."""
+    call, _ = captured
+    world = {
+        **WORLD,
+        "pipeline_groups": pipeline_groups,
+        "attention_group_size": 1,
+        "microbatches_in_flight": 2,
+    }
+    allocated = []
+    for n in (4, 8):
+        run = run_captured(call, **world | {"n_microbatches": n})
+        buffers = [executor.worker.transport.buffers for executor in run.executors]
+        once = [one.allocated for one in buffers]
+        run_again(run)
+        assert [one.allocated for one in buffers] == once
+        allocated.append(sum(once))
+    assert allocated[1] <= allocated[0]
+
+
+def run_again(run: VirtualRun) -> None:
+    """The same step once more."""
+    for executor in run.executors:
+        seeds = executor.worker.seeds
+        executor.begin(executor.worker.step)
+        executor.worker.seeds = seeds
+    assert run.plan.training is not None
+    transport = run.executors[0].worker.transport
+    assert isinstance(transport, LoopbackTransport)
+    lists = [run.plan.training.actions[executor.worker.group] for executor in run.executors]
+    run_all(run.executors, transport._mailbox, lists)
 
 
 @pytest.mark.parametrize(

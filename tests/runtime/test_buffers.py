@@ -25,6 +25,21 @@ def test_what_was_given_back_is_taken_again():
     assert buffers.allocated == 2
 
 
+def test_lent_memory_comes_back_when_the_last_tensor_of_it_is_gone():
+    buffers = Buffers(torch.device("cpu"))
+    weight = torch.ones(4, requires_grad=True)
+    lent = buffers.lend(5000)
+    where = lent.data_ptr()
+    kept = lent[16:32].view(torch.float32).fill_(2.0)
+    product = weight * kept  # autograd keeps it for the backward
+    del lent, kept
+    assert buffers.take(5000).data_ptr() != where
+    product.sum().backward()
+    assert torch.equal(weight.grad, torch.full((4,), 2.0))
+    del product
+    assert buffers.take(5000).data_ptr() == where
+
+
 def test_sizes_that_a_step_has_no_use_for_are_let_go_after_it():
     buffers = Buffers(torch.device("cpu"))
     for buffer in [buffers.take(5000), buffers.take(5000), buffers.take(50_000)]:
