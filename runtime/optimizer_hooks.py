@@ -106,9 +106,9 @@ def check_works_on_parts(optimizer: torch.optim.Optimizer, holders: Sequence[Hol
             "element"
         )
     split = [holder.bound.fqn for holder in holders if holder.bound.placement.is_split]
-    if split and isinstance(optimizer, torch.optim.Adafactor):
+    if split and isinstance(optimizer, torch.optim.Adafactor | torch.optim.Muon):
         raise DisagMoEError(
-            f"{name} scales by norms over a whole parameter, and {split[0]} is split over ranks by expert: use an optimizer that "
+            f"{name} works with a parameter as a whole, and {split[0]} is split over ranks by expert: use an optimizer that "
             "works element by element for such parameters, or ffn_group_size=1"
         )
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from disagmoe_compile.errors import DisagMoEError
 from disagmoe_compile.runtime.binding import Binding, BoundParameter
-from disagmoe_compile.runtime.model_hooks import Family, ModelHook, refuse_eager_call
+from disagmoe_compile.runtime.model_hooks import Family, ModelHook, watch_calls
 from disagmoe_compile.runtime.placement import ParameterPlacement
 from disagmoe_compile.runtime.process_group import PipelineGroups
 
@@ -83,7 +83,7 @@ class StateDicts:
         """
         module.register_state_dict_post_hook(ModelHook(self._after_state_dict))
         module.register_load_state_dict_pre_hook(ModelHook(self._before_load))
-        module.register_forward_pre_hook(refuse_eager_call)
+        watch_calls(module)
 
     def install_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Its `state_dict()` becomes global; what it loads is cut to parts at the next step

@@ -24,6 +24,7 @@ from disagmoe_compile.plan.topology import Topology
 from disagmoe_compile.runtime.agreement import agree, broadcast_text
 from disagmoe_compile.runtime.binding import Binding, bind
 from disagmoe_compile.runtime.clip import refuse_norms_of_parts
+from disagmoe_compile.runtime.model_hooks import refuse_averages_of_wholes
 from disagmoe_compile.runtime.optimizer_hooks import OptimizerGuard
 from disagmoe_compile.runtime.overflows import share_overflows
 from disagmoe_compile.runtime.pending import fill
@@ -81,6 +82,7 @@ def bound_model(captured: CapturedGraph, partition: PartitionResult, options: Op
         fill(root)  # what this graph does not read has no owner: whole on every rank, as it would have been
         share_overflows()
         refuse_norms_of_parts()
+        refuse_averages_of_wholes()
         OPTIMIZER_GUARD.watch(binding, on_first_step=install(root, binding, groups))
         transport = ProcessGroupTransport(topology, groups.lanes, groups.replicas, options.timeout_s)
         known = _MODELS[root] = BoundModel(topology, in_flight, groups, binding, transport)

@@ -28,18 +28,23 @@ from torch.nn.parallel import DistributedDataParallel
 from disagmoe_compile.early_batch import innermost
 from disagmoe_compile.errors import CaptureError, InputError
 from disagmoe_compile.graph_breaks import as_capture_error, one_graph
+from disagmoe_compile.runtime.model_hooks import refuse_copies
 from disagmoe_compile.runtime.process_group import several_ranks
 from disagmoe_compile.runtime.session import Session
 
 
 class WatchedCall(AbstractContextManager[None]):
     """Around one call of a compiled model. Raises CaptureError, one line, where it was not captured whole, InputError where
-    it is on the meta device, wrapped in DistributedDataParallel, or traced more often than torch allows.
+    it is a copy of a model that is spread over ranks, on the meta device, wrapped in DistributedDataParallel, or traced more
+    often than torch allows.
     """
 
     def __enter__(self) -> None:
         self._several_ranks, self._answered = several_ranks(), Session.answered
         if self._several_ranks:
+            called = _called()
+            if called is not None:
+                refuse_copies(called)
             self._before = _get_error_on_graph_break()
             _set_error_on_graph_break(True)
             self._config = one_graph()
@@ -98,6 +103,8 @@ def _called() -> nn.Module | None:
         if isinstance(model, OptimizedModule):
             module: nn.Module = model._orig_mod
             return module
+        if frame.f_code is nn.Module._wrapped_call_impl.__code__:  # of `model.compile()`
+            return model
         frame = frame.f_back
     return None
 

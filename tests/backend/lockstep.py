@@ -142,6 +142,12 @@ def outcomes_of_bad_calls(case: Case) -> dict[str, str]:
     attempt("other batches", lambda: compiled(**batch(case, 100 + rank)))
     attempt("eager call", lambda: model(**batch(case, 2)))
     attempt("eager call of a copy", lambda: copy.deepcopy(model)(**batch(case, 2)))
+    attempt(
+        "compiled copy",
+        lambda: torch.compile(copy.deepcopy(model), backend="disagmoe", options=case.compile_options)(
+            **batch(case, 2)
+        ),
+    )
     attempt("pickled", lambda: torch.save(model, io.BytesIO()))
     loss = compiled(**batch(case, 2)).loss
     if rank != 1:

@@ -45,6 +45,7 @@ def refusals(pool):
         ("other batches", "rank 1 differs from rank 0 in the batch"),
         ("eager call", "call what torch.compile(model) returned"),
         ("eager call of a copy", "call what torch.compile(model) returned"),
+        ("compiled copy", "is a copy of a model that is spread over ranks"),
         ("pickled", "full_state_dict"),
         ("step after a skipped backward", "rank 1 differs from rank 0 in the backward() calls before"),
         ("call after a skipped backward", "rank 1 differs from rank 0 in the backward() calls before"),

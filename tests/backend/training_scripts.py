@@ -19,6 +19,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lockstep import Lockstep
+from optimizer_scripts import (
+    averaged_weights,
+    muon_on_what_is_split,
+    optimizers_and_schedulers,
+    several_optimizers,
+    weights_written_in_place,
+)
+from tiny_training import BATCH, SMALL, VOCAB, Errors, Options, adamw, make_batch, sgd, tiny
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -28,77 +36,6 @@ from disagmoe_compile.models import styles
 from disagmoe_compile.runtime.binding import holder_of
 from disagmoe_compile.runtime.clip import clip_grad_norm_
 from disagmoe_compile.runtime.full_state import full_state_dict
-
-Options = Mapping[str, Any]
-Errors = Mapping[str, float]
-MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-
-BATCH, LENGTH, VOCAB = (
-    12,
-    6,
-    32,
-)  # 12 divides among the attention ranks and micro-batches of every world of the tests
-
-
-_SMALL = {"n_layers": 2, "hidden": 16, "expert_hidden": 12, "vocab": VOCAB}
-
-
-def tiny() -> nn.Module:
-    return styles.build("gathered_einsum", num_experts=6, **_SMALL)
-
-
-def make_batch(seed: int, batch_size: int = BATCH, length: int = LENGTH) -> dict[str, Tensor]:
-    """Samples have between one and all of their labels."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, VOCAB, (batch_size, length), generator=generator)
-    labels = ids.clone()
-    for sample in range(batch_size):
-        labels[sample, : sample % (length - 1)] = -100
-    return {"input_ids": ids, "labels": labels}
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-# A large eps keeps AdamW from turning gradients near zero, whose sign is rounding, into full steps.
-adamw = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
-
-
-def in_two_groups(model: nn.Module) -> torch.optim.Optimizer:
-    decayed = [p for n, p in model.named_parameters() if "norm" not in n]
-    others = [p for n, p in model.named_parameters() if "norm" in n]
-    return adamw(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 1e-3}]
-    )
-
-
-OPTIMIZERS: Mapping[str, MakeOptimizer] = {
-    "SGD with momentum": lambda model: torch.optim.SGD(
-        model.parameters(), lr=0.05, momentum=0.9, nesterov=True
-    ),
-    "AdamW, a loop": lambda model: adamw(model.parameters(), foreach=False),
-    "AdamW, foreach": lambda model: adamw(model.parameters(), foreach=True),
-    "AdamW, fused": lambda model: adamw(model.parameters(), fused=True),
-    "parameter groups": in_two_groups,
-}
-
-
-def optimizers_and_schedulers(options: Options) -> Errors:
-    both = Lockstep(tiny, sgd, options)
-    both.train("first call", **make_batch(0))
-    for name, make in OPTIMIZERS.items():
-        both.optimizer, both.twin_optimizer = make(both.model), make(both.twin)
-        schedulers = [
-            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
-            for optimizer in (both.optimizer, both.twin_optimizer)
-        ]
-        for step in range(3):
-            both.train(name, **make_batch(step))
-            for scheduler in schedulers:
-                scheduler.step()
-        both.compare_parameters(name)
-    return both.errors
 
 
 def gradient_scaler_with_an_overflow(options: Options) -> Errors:
@@ -406,7 +343,7 @@ def numbers_that_are_not(options: Options) -> Errors:
 
 def whole_model_on_rank_0(options: Options) -> Errors:
     """Saved by `torch.save`, loaded strictly into a plain model and back into the ranks' parts; torch's own way raises."""
-    both = Lockstep(lambda: styles.build("gathered_einsum", num_experts=7, **_SMALL), sgd, options)
+    both = Lockstep(lambda: styles.build("gathered_einsum", num_experts=7, **SMALL), sgd, options)
     both.train("before", **make_batch(0))
     state = full_state_dict(both.compiled)
     rank = torch.distributed.get_rank()
@@ -417,7 +354,7 @@ def whole_model_on_rank_0(options: Options) -> Errors:
     torch.distributed.broadcast_object_list(sent)
     loaded = torch.load(io.BytesIO(sent[0]), weights_only=True)
     assert {type(value) for value in loaded.values()} == {Tensor}
-    plain = styles.build("gathered_einsum", seed=9, num_experts=7, **_SMALL)
+    plain = styles.build("gathered_einsum", seed=9, num_experts=7, **SMALL)
     plain.load_state_dict(loaded, strict=True)
     for name, value in plain.state_dict().items():
         both.note("saved", value, both.twin.state_dict()[name])
@@ -441,6 +378,10 @@ SCRIPTS: Mapping[str, Callable[[Options], Errors]] = {
     script.__name__: script
     for script in (
         optimizers_and_schedulers,
+        several_optimizers,
+        muon_on_what_is_split,
+        averaged_weights,
+        weights_written_in_place,
         gradient_scaler_with_an_overflow,
         frozen_parameters,
         adapters,
