@@ -46,6 +46,13 @@ _ACTIVATIONS = (InputKind.COMBINED, InputKind.CARRIED)
 
 def traced_costs(programs: ModelPrograms, sizes: Sizes, *, name: str = "traced model") -> ModelCosts:
     """Counted for a call of `sizes`, shared out over its samples. Without a loss there is no backward to count."""
+    # torch's counter hooks into tensors that require grad, which those of inference mode cannot let it do.
+    grad = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        return _traced_costs(programs, sizes, name)
+
+
+def _traced_costs(programs: ModelPrograms, sizes: Sizes, name: str) -> ModelCosts:
     counter = _Counter(sizes, programs)
     attention = [counter.attention(program) for program in programs.attention]
     before = programs.attention[: programs.n_boundaries]

@@ -83,8 +83,9 @@ def run_lockstep(case: Case) -> dict[str, Any]:
     both.train("first step", **sized_batch(0))
 
     both.model.eval(), both.twin.eval()
-    with torch.no_grad():
+    with torch.inference_mode():
         both.note("evaluation", both.compiled(**sized_batch(1)).loss, both.twin(**sized_batch(1)).loss)
+    with torch.no_grad():
         ids = sized_batch(2)["input_ids"]
         both.note("logits", both.compiled(input_ids=ids).logits, both.twin(input_ids=ids).logits)
     both.model.train(), both.twin.train()

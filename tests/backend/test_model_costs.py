@@ -102,6 +102,20 @@ def test_a_model_without_a_loss_has_no_backward() -> None:
     )
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_is_counted_in_the_mode_it_runs_in(mode) -> None:
+    model = build("mixtral", n_layers=1)[0].eval()
+    ids = torch.randint(3, 250, (2, 16), generator=torch.Generator().manual_seed(0))
+    with mode():
+        call = capture_call(model, {"input_ids": ids, "labels": ids})
+        counted = traced_costs(call.partition.programs, call.captured.sizes(call.arguments))
+        assert not torch.is_grad_enabled() and torch.is_inference_mode_enabled() == (
+            mode is torch.inference_mode
+        )
+    assert counted.experts[0].forward_flops == 16 * 2 * 6 * 64 * 32
+    assert counted.experts[0].backward_flops == counted.experts[0].activation_bytes == 0
+
+
 def test_a_size_that_data_decides_and_counting_needs_is_named_by_line():
     def pads(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.pad(x, (0, torch.nonzero(x).shape[0]))
