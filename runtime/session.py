@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +35,7 @@ from disagmoe_compile.runtime.pulse import Pulse, log_places
 from disagmoe_compile.runtime.retrace import present_global_shapes
 from disagmoe_compile.runtime.rng import draw_call_seed
 from disagmoe_compile.runtime.timeline import Event
+from disagmoe_compile.runtime.user_warning import warn_at_call
 from disagmoe_compile.runtime.worker import StepInputs, Worker
 
 _STEPS_KEPT = 64
@@ -338,10 +338,9 @@ class Session:
         Session.has_warned = True
         shapes = {one.index: prepared.output_shapes[one.index] for one in self.gathered}
         nbytes = sum(math.prod(shapes[o.index]) * o.dtype.itemsize for o in self.gathered if o.dtype)
-        warnings.warn(
+        warn_at_call(
             f"disagmoe: {len(shapes)} output(s) of the model, {nbytes:,} bytes, are put together on every rank at each training "
-            "call, and activations of the whole batch are held until backward(); a loss computed inside the model needs neither",
-            stacklevel=2,
+            "call, and activations of the whole batch are held until backward(); a loss computed inside the model needs neither"
         )
 
 

@@ -7,7 +7,6 @@ that runs this rank's part of a plan. In one process there is nothing to disaggr
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch._dynamo.exc import ShortenTraceback
 
 from disagmoe_compile.backend.bound_model import OPTIMIZER_GUARD, bound_model
 from disagmoe_compile.backend.graph_session import make_session
+from disagmoe_compile.backend.uncaught import shorten_uncaught
 from disagmoe_compile.backend.watched_call import watch_calls_of
 from disagmoe_compile.capture import capture, root_module
 from disagmoe_compile.config import Options
@@ -32,6 +32,7 @@ from disagmoe_compile.passes.pipeline import PartitionResult, partition_model
 from disagmoe_compile.runtime.failure import default_store, describe_failure
 from disagmoe_compile.runtime.process_group import Launch, ensure_process_group, several_ranks
 from disagmoe_compile.runtime.retrace import require_global_shapes
+from disagmoe_compile.runtime.user_warning import warn_at_call
 
 
 def disagmoe(
@@ -65,7 +66,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
             f"{dist.get_world_size()} ranks need one to split attention from experts: run one process, or another backend"
         )
     if partition.batch_coupled:
-        warnings.warn(_coupled(partition.batch_coupled), stacklevel=2)
+        warn_at_call(_coupled(partition.batch_coupled))
     try:
         model = bound_model(captured, partition, options)
         return make_session(captured, partition, model, options)
@@ -141,7 +142,8 @@ class _Passing(ShortenTraceback):
 # This module is loaded when torch.compile(backend="disagmoe") looks the backend up: before the first call.
 _MARK_BEFORE_TRACING = MarkBeforeTracing(disagmoe, applies=several_ranks)
 _MARK_BEFORE_TRACING.register()
-watch_calls_of(disagmoe)
+watch_calls_of(disagmoe, check_options=Options.from_mapping)
 _launch = Launch.from_environment()
 if _launch is not None:
     OPTIMIZER_GUARD.expect_first_call(_launch.world_size)
+    shorten_uncaught()

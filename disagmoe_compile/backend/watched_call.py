@@ -109,10 +109,22 @@ def _called() -> nn.Module | None:
     return None
 
 
-def watch_calls_of(backend: Callable[..., Any]) -> None:
+def watch_calls_of(backend: Callable[..., Any], check_options: Callable[[Any], object]) -> None:
     """Dynamo enters a backend's `backend_ctx_ctor()` around each call, but looks for it on wrappers that hide it; this lets it
-    through, for every backend alike."""
+    through, for every backend alike. It looks when `torch.compile` is called, so there `check_options` meets the options too.
+    """
+
+    def constructor(wrapper: Any) -> Any:
+        found = innermost(wrapper)
+        if found is backend:
+            check_options(_options_of(wrapper))
+        return getattr(found, "backend_ctx_ctor", contextlib.nullcontext)
+
     backend.backend_ctx_ctor = WatchedCall  # type: ignore[attr-defined]
-    WrapBackendDebug.backend_ctx_ctor = property(  # type: ignore[attr-defined]
-        lambda wrapper: getattr(innermost(wrapper), "backend_ctx_ctor", contextlib.nullcontext)
-    )
+    WrapBackendDebug.backend_ctx_ctor = property(constructor)  # type: ignore[attr-defined]
+
+
+def _options_of(wrapper: Any) -> Any:
+    """What `torch.compile` was given, from its own wrapper; None where it was not called."""
+    inner = getattr(wrapper, "_torchdynamo_orig_backend", None)
+    return getattr(inner, "kwargs", {}).get("options")

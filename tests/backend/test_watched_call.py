@@ -190,3 +190,19 @@ def test_a_model_that_sets_itself_up_at_its_first_call_asks_for_that_call(severa
     with pytest.raises(CaptureError, match="make that call before the compiled one") as caught:
         compiled(torch.ones(2, 4))
     assert line_of(SetsUpLate) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_microbatchs": 2}, "unknown option 'n_microbatchs': did you mean n_microbatches"),
+        ({"timeout_s": -1}, "timeout_s must be a positive number"),
+    ],
+)
+def test_bad_options_are_refused_where_torch_compile_is_called(options, message):
+    model = nn.Linear(2, 2)
+    with pytest.raises(InputError, match=message):
+        torch.compile(model, backend="disagmoe", options=options)
+    with pytest.raises(InputError, match=message):
+        model.compile(backend="disagmoe", options=options)
+    torch.compile(model, backend="eager", options={"n_microbatchs": 2})  # another backend's are its own
