@@ -177,14 +177,17 @@ class AFModel:
 
     def _rehearsal(self) -> Rehearsal:
         links, tokens = self.links(), self.choice.group_sequences * self.model.seq_length
-        attention, ffn = (links[_link(Group(role, 0), "nic out")] for role in (Role.ATTENTION, Role.FFN))
+        attention, ffn = (Group(role, 0) for role in (Role.ATTENTION, Role.FFN))
+        exchange, copied = self.exchange()
         launch = self.assumptions.launch_s
         return Rehearsal(
             {action: seconds + launch for action, seconds in self.action_seconds().items()},
-            exchange=self.exchange()[0],
+            exchange=exchange,
             residual=tokens * self.model.residual_bytes_per_token,
-            attention_rate=attention,
-            ffn_rate=ffn,
+            copied=copied,
+            attention_rate=links[_link(attention, "nic out")],
+            ffn_rate=links[_link(ffn, "nic out")],
+            inside_rate=links[_link(ffn, "link")],
             latency=self.assumptions.message_latency_s,
         )
 

@@ -77,17 +77,17 @@ class Beaten:
 
 
 def af_result(af: AFModel, *, shard_optimizer: bool = True, program: Program | None = None) -> Result:
-    """AF-Pipe with a choice: of the orders of a list the first that fits in memory, or the first of all."""
+    """AF-Pipe with a choice: of the orders of a list the shortest that fits in memory, or the first of all."""
     if program is not None or af.choice.order != "list":
         return _af_result(af, program or af.program(), shard_optimizer)
     orders = af.orders()
-    return _first_that_fits(af, orders, shard_optimizer) or _ordered(af, orders[0], shard_optimizer)
+    return _shortest_that_fits(af, orders, shard_optimizer) or _ordered(af, orders[0], shard_optimizer)
 
 
 def af_faster(af: AFModel, than: Result | None, *, shard_optimizer: bool = True) -> Result | Beaten:
     """`af_result` of list scheduling, if it can be better than another result: faster, or the first that fits in memory.
 
-    A simulated step is taken to be no shorter than its rehearsal, which leaves out copies inside nodes and sums of gradients.
+    A simulated step is taken to be no shorter than its rehearsal, which leaves out only the sums of gradients over replicas.
     """
     tokens, limit = af.choice.sequences * af.model.seq_length, math.inf
     if than is not None:
@@ -95,28 +95,33 @@ def af_faster(af: AFModel, than: Result | None, *, shard_optimizer: bool = True)
     orders = af.orders(limit if than is not None and than.fits else math.inf)
     if not orders:
         return Beaten(fits=True)
-    found = _first_that_fits(af, orders, shard_optimizer)
+    found = _shortest_that_fits(af, orders, shard_optimizer)
     if found is None and orders[0].makespan < limit and (than is None or not than.fits):
         return _ordered(af, orders[0], shard_optimizer)
     return found or Beaten(fits=False)
 
 
-def _first_that_fits(af: AFModel, orders: Sequence[Rehearsed], shard_optimizer: bool) -> Result | None:
-    """Most of what is held follows from lists, before any time is known: those that cannot fit are not simulated."""
+def _shortest_that_fits(af: AFModel, orders: Sequence[Rehearsed], shard_optimizer: bool) -> Result | None:
+    """Of orders by rehearsed time. Most of what is held follows from lists, before any time is known: those that cannot fit are
+    not simulated, nor those that are longer in rehearsal than another is in the end.
+    """
     state, kept, received = af_state_bytes(af, shard_optimizer), af.activation_bytes(), af.message_bytes()
 
     def can_fit(held: Mapping[Group, Number]) -> bool:
         activation = _activation_by_role(af, held)
         return _fits(af.cluster, {role: activation[role] + state[role] for role in activation})
 
+    best: Result | None = None
     for order in orders:
+        if best is not None and best.step_s <= order.makespan:
+            break
         if can_fit(order.held(kept)):
             program = af.program(order.schedule())
             if can_fit(least_bytes(program.schedule, kept, received)):
                 result = _af_result(af, program, shard_optimizer)
-                if result.fits:
-                    return result
-    return None
+                if result.fits and (best is None or result.step_s < best.step_s):
+                    best = result
+    return best
 
 
 def _ordered(af: AFModel, order: Rehearsed, shard_optimizer: bool) -> Result:

@@ -9,7 +9,7 @@
 
 The order of the lists is one that ran: it cannot deadlock, whatever the number of micro-batches, groups or stages, and whatever
 the real times turn out to be. Messages of the rehearsal share links (`rehearsed_links.py`): those of one group leave one after
-the other, a dispatch before the residual, as lowering orders them.
+the other, a dispatch before the residual, as lowering orders them. Sums of gradients over replicas are left out.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from disagmoe_compile.passes.schedule.order import checked_microbatches
-from disagmoe_compile.passes.schedule.rehearsed_links import Happen, RehearsedLinks
+from disagmoe_compile.passes.schedule.rehearsed_links import Happen, RehearsedLinks, Way
 from disagmoe_compile.plan.action import Action, ActionKind
 from disagmoe_compile.plan.collector import collector_paused
 from disagmoe_compile.plan.ir import Schedule
@@ -31,6 +32,8 @@ _F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
 _I, _W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 
 Seconds = Mapping[tuple[ActionKind, int], float]
+Heap = list[tuple[int, int]]
+"""What is ready: urgency, least first, and number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +41,9 @@ class Rehearsal:
     """Times that the order is made for, in any unit.
 
     `seconds`: of an action of a stage. `exchange`, `residual`: amount of a dispatch or combine, and of what crosses from one
-    attention group to another beside it. `attention_rate`, `ffn_rate`: amount that a group of the role sends, and receives, in a
-    unit of time; with the default of 1 amounts are times. `latency`: of each message.
+    attention group to another beside it; `copied`: of an exchange inside the FFN group's nodes. `attention_rate`, `ffn_rate`:
+    amount that a group of the role sends, and receives, in a unit of time, `inside_rate` inside an FFN group's nodes; with the
+    default of 1 amounts are times. `latency`: of each message.
     """
 
     seconds: Seconds
@@ -47,6 +51,8 @@ class Rehearsal:
     residual: float = 0.0
     attention_rate: float = 1.0
     ffn_rate: float = 1.0
+    copied: float = 0.0
+    inside_rate: float = 1.0
     latency: float = 0.0
 
     @staticmethod
@@ -57,19 +63,34 @@ class Rehearsal:
         return Rehearsal(table | {(_B, stage): 2.0 for stage in range(topology.n_stages)}, 0.5)
 
 
+class First(StrEnum):
+    """What goes first of what is ready. Weight gradients are always last."""
+
+    GRADIENTS = "input gradients"
+    FORWARDS = "forwards"
+    TURNS = "the one that did not run last"
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What goes first of what is ready: forwards or input gradients (W is always last), and of forwards the micro-batch that
-    entered first or last. Of anything else the one that entered first.
+    """Of forwards goes first the micro-batch that entered first, or last; of input gradients the micro-batch that entered first,
+    or what has the farthest way to go. Of weight gradients the micro-batch that entered first.
     """
 
-    forwards_first: bool
-    youngest_first: bool
+    first: First
+    youngest_first: bool = False
+    farthest_first: bool = False
 
 
-RULES = (Rule(False, False), Rule(True, False), Rule(True, True))
+RULES = (
+    Rule(First.GRADIENTS),
+    Rule(First.FORWARDS),
+    Rule(First.FORWARDS, youngest_first=True),
+    Rule(First.TURNS, farthest_first=True),
+    Rule(First.TURNS, youngest_first=True, farthest_first=True),
+)
 """Input gradients first frees memory soonest and is best where compute is the limit; where links are, forwards first keeps them
-fuller.
+fuller. In turns, as 1F1B, keeps both ways going where a message takes as long as a stage.
 """
 
 
@@ -129,35 +150,33 @@ def rehearse(
 
 
 class _Run:
-    """One rehearsal. What is ready waits under a number that orders it, from which its parts follow:
+    """One rehearsal. A pass is a number, from which its parts follow:
 
-    number = (urgency * n + rank) * stages + stage      urgency: 0, 1 forwards and backwards as the rule says, 2 weights
-                                                        rank: the micro-batch, or from the last one down
+    number = (part * n + micro-batch) * stages + stage      part: 0 forward, 1 input gradient or whole backward, 2 weight gradient
     """
 
     def __init__(
         self, topology: Topology, n_microbatches: int, in_flight: int, times: Rehearsal, rule: Rule
     ) -> None:
-        self.n, self.free, self.is_youngest_first = n_microbatches, in_flight, rule.youngest_first
+        self.n, self.free, self.rule, self.times = n_microbatches, in_flight, rule, times
         self.stages, self.groups = topology.n_stages, list(topology.groups)
         number = {group: i for i, group in enumerate(self.groups)}
         self.group_of = [number[topology.group_of_stage(s)] for s in range(self.stages)]
-        self.forward, self.backward = (0, 1) if rule.forwards_first else (1, 0)
         # a tied head adds to stage 0's gradients: no W of it may be left when those are summed over the replicas
         whole = {0, self.stages - 1} if topology.tied_head else {0}
-        forwards = [_F] * self.stages
         backwards = [_B if s in whole else _I for s in range(self.stages)]
-        first, second = (forwards, backwards) if rule.forwards_first else (backwards, forwards)
-        self.kinds = [first, second, [_W] * self.stages]
+        self.kinds = [[_F] * self.stages, backwards, [_W] * self.stages]
         self.seconds = [
             [0.0 if kind is _W and s in whole else times.seconds[kind, s] for s, kind in enumerate(kinds)]
             for kinds in self.kinds
         ]
-        self.sends = [self._sends(times, urgency) for urgency in (0, 1)]
-        self.needs = [self._needs(urgency) for urgency in (0, 1)]
+        self.sends = [self._sends(step) for step in (1, -1)]
+        self.needs = [self._needs(step) for step in (1, -1)]
         rates = [times.attention_rate if g.role is Role.ATTENTION else times.ffn_rate for g in self.groups]
-        self.links = RehearsedLinks(rates, times.latency, self._at, self._arrives)
-        self.ready: list[list[int]] = [[] for _ in self.groups]
+        inside = [times.inside_rate] * len(rates)
+        self.links = RehearsedLinks(rates, inside, times.latency, self._at, self._arrives)
+        self.ready: list[tuple[Heap, Heap, Heap]] = [([], [], []) for _ in self.groups]
+        self.preferred = [0 if rule.first is First.FORWARDS else 1 for _ in self.groups]
         self.ran: list[list[int]] = [[] for _ in self.groups]
         self.is_busy = [False] * len(self.groups)
         # of each group the seconds that it has yet to compute, and those that what it has yet to send takes
@@ -167,7 +186,7 @@ class _Run:
         for stage, group in enumerate(self.group_of):
             self.to_compute[group] += n_microbatches * sum(row[stage] for row in self.seconds)
             for sends, sending in zip(self.sends, self.sending):
-                sending[stage] = sum(amount for _, amount, _ in sends[stage]) / rates[group]
+                sending[stage] = sum(way.amount for way, _ in sends[stage]) / rates[group]
                 self.to_send[group] += n_microbatches * sending[stage]
         self.limit, self.is_late = math.inf, False
         self.entered, self.open_weights = 0, [self.stages] * n_microbatches
@@ -175,21 +194,24 @@ class _Run:
         self.events: list[tuple[float, int, Happen, Any]] = []
         self.count = 0
 
-    def _sends(self, times: Rehearsal, urgency: int) -> list[list[tuple[int, float, int]]]:
-        """Of a pass of each stage (group, amount, stage): to the next one, and from an attention stage the residual to the one
-        after it, if that is on another group.
+    def _sends(self, step: int) -> list[list[tuple[Way, int]]]:
+        """Of a pass of each stage (way, stage): to the next one, and from an attention stage the residual to the one after it, if
+        that is on another group.
         """
-        step, found = 1 if urgency == self.forward else -1, []
+        found: list[list[tuple[Way, int]]] = []
         for stage in range(self.stages):
-            to = [(times.exchange, stage + step)]
+            ways: list[tuple[Way, int]] = []
+            if 0 <= stage + step < self.stages:
+                experts = self.group_of[stage if stage % 2 else stage + step]
+                exchange = Way(self.group_of[stage + step], self.times.exchange, experts, self.times.copied)
+                ways.append((exchange, stage + step))
             if self._crosses(stage, stage + 2 * step):
-                to.append((times.residual, stage + 2 * step))
-            found.append([(self.group_of[s], amount, s) for amount, s in to if 0 <= s < self.stages])
+                ways.append((Way(self.group_of[stage + 2 * step], self.times.residual), stage + 2 * step))
+            found.append(ways)
         return found
 
-    def _needs(self, urgency: int) -> list[bool]:
+    def _needs(self, step: int) -> list[bool]:
         """Whether a pass of each stage waits for a residual as well."""
-        step = 1 if urgency == self.forward else -1
         return [self._crosses(stage - 2 * step, stage) for stage in range(self.stages)]
 
     def _crosses(self, src: int, dst: int) -> bool:
@@ -213,7 +235,7 @@ class _Run:
         now, events, workers = 0.0, self.events, range(len(self.groups))
         while True:
             for worker in workers:
-                if self.ready[worker] and not self.is_busy[worker]:
+                if not self.is_busy[worker] and any(self.ready[worker]):
                     self._start(worker, now)
             if not events:
                 return now
@@ -226,11 +248,8 @@ class _Run:
 
     def _pass(self, number: int) -> tuple[ActionKind, int, int]:
         rest, stage = divmod(number, self.stages)
-        urgency, rank = divmod(rest, self.n)
-        return self.kinds[urgency][stage], stage, self._microbatch(urgency, rank)
-
-    def _microbatch(self, urgency: int, rank: int) -> int:
-        return self.n - 1 - rank if self.is_youngest_first and urgency == self.forward else rank
+        part, microbatch = divmod(rest, self.n)
+        return self.kinds[part][stage], stage, microbatch
 
     def _at(self, time: float, happen: Happen, what: Any, /) -> None:
         self.count += 1
@@ -240,9 +259,17 @@ class _Run:
         """Let micro-batches in while the cap allows."""
         while self.free and self.entered < self.n:
             self.free -= 1
-            rank = self._microbatch(self.forward, self.entered)  # its own inverse
-            heapq.heappush(self.ready[self.group_of[0]], (self.forward * self.n + rank) * self.stages)
+            self._is_ready(self.entered * self.stages)
             self.entered += 1
+
+    def _is_ready(self, number: int) -> None:
+        rest, stage = divmod(number, self.stages)
+        part, urgency = divmod(rest, self.n)  # the micro-batch: least goes first
+        if part == 0 and self.rule.youngest_first:
+            urgency = -urgency
+        elif part == 1 and self.rule.farthest_first:
+            urgency -= stage * self.n
+        heapq.heappush(self.ready[self.group_of[stage]][part], (urgency, number))
 
     def _arrives(self, number: int, now: float) -> None:
         """A message for a pass, which is ready with the last of those that it needs."""
@@ -252,12 +279,16 @@ class _Run:
                 self.half_there.add(number)
                 return
             self.half_there.remove(number)
-        heapq.heappush(self.ready[self.group_of[stage]], number)
+        self._is_ready(number)
 
     def _start(self, worker: int, now: float) -> None:
-        number = heapq.heappop(self.ready[worker])
+        ready, preferred = self.ready[worker], self.preferred[worker]
+        _, number = heapq.heappop(ready[preferred] or ready[1 - preferred] or ready[2])
         rest, stage = divmod(number, self.stages)
-        seconds = self.seconds[rest // self.n][stage]
+        part = rest // self.n
+        if part < 2 and self.rule.first is First.TURNS:
+            self.preferred[worker] = 1 - part
+        seconds = self.seconds[part][stage]
         self.ran[worker].append(number)
         self.is_busy[worker] = True
         self.is_late |= now + self.to_compute[worker] > self.limit
@@ -265,25 +296,23 @@ class _Run:
         self._at(now + seconds, self._ends, number)
 
     def _ends(self, number: int, now: float) -> None:
-        stages, n = self.stages, self.n
-        rest, stage = divmod(number, stages)
-        urgency, rank = divmod(rest, n)
+        rest, stage = divmod(number, self.stages)
+        part, microbatch = divmod(rest, self.n)
         worker = self.group_of[stage]
         self.is_busy[worker] = False
-        if urgency < 2:
+        if part < 2:
             self.is_late |= now + self.to_send[worker] > self.limit
-            self.to_send[worker] -= self.sending[urgency][stage]
-            for group, amount, to in self.sends[urgency][stage]:
-                self.links.send(worker, group, amount, rest * stages + to, now)
-            if urgency == self.forward:
-                if stage == stages - 1:
-                    turned = self.backward * n + self._microbatch(urgency, rank)
-                    heapq.heappush(self.ready[worker], turned * stages + stage)
+            self.to_send[worker] -= self.sending[part][stage]
+            for way, to in self.sends[part][stage]:
+                self.links.send(worker, way, rest * self.stages + to, now)
+            if part == 0:
+                if stage == self.stages - 1:
+                    self._is_ready(number + self.n * self.stages)
                 return
-            if self.kinds[urgency][stage] is _I:
-                heapq.heappush(self.ready[worker], (2 * n + rank) * stages + stage)
+            if self.kinds[1][stage] is _I:
+                self._is_ready(number + self.n * self.stages)
                 return
-        self.open_weights[rank] -= 1
-        if not self.open_weights[rank]:
+        self.open_weights[microbatch] -= 1
+        if not self.open_weights[microbatch]:
             self.free += 1
             self._enter(now)

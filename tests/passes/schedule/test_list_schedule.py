@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disagmoe_compile.models.catalogue import find_model
 from disagmoe_compile.passes.schedule.list_schedule import RULES, Rehearsal, _Run, list_schedule, rehearse
 from disagmoe_compile.passes.schedule.lower import lower, lower_lists
-from disagmoe_compile.passes.schedule.rehearsed_links import Happen, RehearsedLinks
+from disagmoe_compile.passes.schedule.rehearsed_links import Happen, RehearsedLinks, Way
 from disagmoe_compile.plan.completeness import peak_residency
 from disagmoe_compile.plan.topology import Topology
 from disagmoe_compile.plan.validate import validate
+from disagmoe_compile.planner.hardware import find_cluster
+from disagmoe_compile.planner.model_spec import layer_pattern
+from disagmoe_compile.planner.step_costs import Dedup, model_costs
 from disagmoe_compile.simulator.abstract import AFShape, af_program
+from disagmoe_compile.simulator.af_model import AFChoice, AFModel
 from disagmoe_compile.simulator.bound import lower_bound
 from disagmoe_compile.simulator.timeline import simulate_program
 from disagmoe_compile.testing.plans import example_plan
@@ -69,22 +75,43 @@ def test_sizes_below_one_are_refused(n: int, in_flight: int) -> None:
         list_schedule(Topology(1, 1, 1, 1, 2), n, in_flight=in_flight)
 
 
-def test_messages_of_the_rehearsal_queue_at_the_sender_and_share_the_receiver() -> None:
-    """Amounts of 4 at a rate of 1. 0 -> 2 and 1 -> 2 share 2 until both have moved 2 and a half: 8; 0's second follows at 12."""
+def _arrivals(ways: list[tuple[int, Way]]) -> list[float]:
+    """When each message of (sender, way) arrives, all sent at 0: rates of 1, 0.25 of latency."""
     events: list[tuple[float, int, Happen, Any]] = []
-    arrived: dict[str, float] = {}
+    count = itertools.count()
+    arrived = [0.0] * len(ways)
 
     def at(time: float, happen: Happen, what: Any, /) -> None:
-        heapq.heappush(events, (time, len(events) + len(arrived), happen, what))
+        heapq.heappush(events, (time, next(count), happen, what))
 
-    names = ("first", "second", "other")
-    links = RehearsedLinks([1.0] * 4, 0.5, at, lambda number, now: arrived.update({names[number]: now}))
-    for number, (src, dst) in enumerate(((0, 2), (0, 3), (1, 2))):
-        links.send(src, dst, 4.0, number, 0.0)
+    links = RehearsedLinks([1.0] * 4, [1.0] * 4, 0.25, at, arrived.__setitem__)
+    for number, (src, way) in enumerate(ways):
+        links.send(src, way, number, 0.0)
     while events:
         now, _, happen, what = heapq.heappop(events)
         happen(what, now)
-    assert arrived == {"first": 8.5, "other": 8.5, "second": 12.5}
+    return arrived
+
+
+def test_messages_of_the_rehearsal_queue_at_the_sender_and_share_the_receiver() -> None:
+    """0 -> 2 and 1 -> 2 share 2 until both have moved 4, at 8; the second of 0 follows when the first is there."""
+    assert _arrivals([(0, Way(2, 4.0)), (0, Way(3, 4.0)), (1, Way(2, 4.0))]) == [8.25, 12.5, 8.25]
+
+
+def test_a_message_of_the_rehearsal_is_there_when_its_copies_are_made() -> None:
+    """Copies of both share what is inside group 3; one is sent by it, the other received."""
+    assert _arrivals([(0, Way(3, 2.0, 3, 4.0)), (3, Way(1, 2.0, 3, 1.0))]) == [5.25, 2.25]
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_a_rehearsal_takes_as_long_as_the_simulated_step(p: int) -> None:
+    """Where no gradients are summed over replicas: one attention rank a group."""
+    spec = replace(find_model("DeepSeek-MoE-16B"), layers=layer_pattern(6))
+    model, cluster = model_costs(spec, seq_length=4096), find_cluster("H800-SXM5", 5)
+    af = AFModel(model, cluster, AFChoice(p, 1, 16, 1, 12, Dedup.NODE, in_flight=4 * p, order="list"))
+    for order in af.orders():
+        simulated = simulate_program(af.program(order.schedule())).makespan
+        assert order.makespan == pytest.approx(float(simulated), rel=1e-9)
 
 
 def _tight() -> tuple[Topology, Rehearsal]:
