@@ -134,20 +134,27 @@ class ModeWriter:
 
 
 def erase_idle_switches(graph: fx.Graph) -> None:
-    """Erases switches that hold for no node: an autocast block without content, a gradient mode replaced at once."""
-    nodes = list(graph.nodes)
+    """Erases switches that hold for no node, or change nothing: an autocast block without content, a gradient mode replaced at
+    once. `modes_of` reads the modes around the graph from its first switch, so none may stay that sets what held already."""
+    first = next((node for node in graph.nodes if node.target is _SET_GRAD), None)
+    grads: list[Any] = [
+        None if first is None else not first.args[0]
+    ]  # around the graph, then after each switch kept
     kept: list[fx.Node] = []
-    for node in nodes:
+    for node in list(graph.nodes):
         before = kept[-1] if kept else None
-        if before is not None and before.op == "call_function" and node.op == "call_function":
-            if node.target in _EXITS.values() and before is node.args[0]:
-                kept.pop()
+        if before is not None and node.target in _EXITS.values() and before is node.args[0]:
+            graph.erase_node(node)
+            graph.erase_node(kept.pop())
+            continue
+        if node.target is _SET_GRAD:
+            if before is not None and before.target is _SET_GRAD:
+                graph.erase_node(kept.pop())
+                grads.pop()
+            if node.args[0] == grads[-1]:
                 graph.erase_node(node)
-                graph.erase_node(before)
                 continue
-            if node.target is _SET_GRAD and before.target is _SET_GRAD:
-                kept.pop()
-                graph.erase_node(before)
+            grads.append(node.args[0])
         kept.append(node)
 
 

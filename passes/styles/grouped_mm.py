@@ -47,6 +47,7 @@ from disagmoe_compile.passes.styles.parameters import is_parameter
 from disagmoe_compile.passes.styles.pieces import Alike, CountedPieces, read_pieces
 from disagmoe_compile.passes.styles.rowwise import RowFunction, check_rowwise
 from disagmoe_compile.passes.styles.sorting import Sorting, sorting_behind_counts, sorting_behind_offsets
+from disagmoe_compile.passes.styles.zeros import is_zero
 
 _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 _ADDS_ROWS = ("index_add", "scatter_add")
@@ -111,11 +112,13 @@ def _groups_of_pieces(graph: fx.Graph) -> list[list[CountedPieces]]:
 
 @dataclass(frozen=True, slots=True)
 class _Summed:
-    """`exit` [T, D] sums the `top_k` rows of every token, times `weights` [T, k] if they are not in the rows already."""
+    """`exit` [T, D] sums the `top_k` rows of every token, times `weights` [T, k] if they are not in the rows already, and
+    adds them to `base` [T, D] if it is not zero (what a shared expert returned)."""
 
     exit: fx.Node
     top_k: int
     weights: fx.Node | None
+    base: fx.Node | None = None
 
 
 class _Match:
@@ -170,6 +173,7 @@ class _Match:
             num_experts=self.num_experts,
             top_k=1 if self.by_pair else top_k,
             summed=top_k if self.by_pair else 1,
+            base=None if summed is None else summed.base,
         )
 
     def _params_of_all(self, node: fx.Node) -> ParamNodes:
@@ -273,8 +277,8 @@ class _Match:
         return _Summed(total, top_k, found)
 
     def _added(self, total: fx.Node) -> _Summed:
-        """`zeros.index_add(0, token of row, rows)` or the same with scatter_add."""
-        self._require_zero(total)
+        """`base.index_add(0, token of row, rows)` or the same with scatter_add."""
+        base = self._base(total)
         index = argument(total, 2, "index")
         if is_call(total, "scatter_add"):
             index = _broadcast_index(index)
@@ -282,23 +286,27 @@ class _Match:
             top_k = _divided(index, self.perm)
             if top_k is None:
                 raise NoMatch(total, "it adds rows to other tokens than those of their pairs")
-            return _Summed(total, top_k, None)
+            return _Summed(total, top_k, None, base)
         if not same_value(index, self.row_index):
             raise NoMatch(total, "it adds rows to other tokens than they came from")
         pairs, tokens = shape(self.expert_ids)[0], shape(self.tokens)[0]  # type: ignore[arg-type]
         top_k = self.gathered_top_k or sympy.sympify(pairs) / sympy.sympify(tokens)
         if not isinstance(top_k, int) and not top_k.is_Integer:
             raise NoMatch(total, "the number of experts a token is not fixed")
-        return _Summed(total, int(top_k), None)
+        return _Summed(total, int(top_k), None, base)
 
     def _require_zero(self, total: fx.Node) -> None:
-        base, dim = total.args[0], argument(total, 1, "dim")
-        is_plain = dim == 0 and argument(total, 4, "alpha", 1) == 1
-        is_zero = (
-            is_call(base, "zeros", "zeros_like", "new_zeros") and base not in storages(total.graph).writers
-        )
-        if not is_plain or not is_zero:
+        if self._base(total) is not None:
             raise NoMatch(total, "it does not sum rows into zeros")
+
+    def _base(self, total: fx.Node) -> fx.Node | None:
+        """What rows are added to, or None where it is zero."""
+        base = total.args[0]
+        if argument(total, 1, "dim") != 0 or argument(total, 4, "alpha", 1) != 1:
+            raise NoMatch(total, "it does not add rows to rows")
+        if not isinstance(base, fx.Node) or base in storages(total.graph).writers:
+            raise NoMatch(total, "what it adds rows to is written in place")
+        return None if is_zero(base) else base
 
     # -- what enters the rows
 
@@ -318,6 +326,9 @@ class _Match:
             return self.function.call("call_function", torch.matmul, arguments)
         if is_call(node, "masked_fill") and self._is_sentinel_mask(node.args[1]):
             return self.function.convert(node.args[0])
+        if is_call(node, "view", "reshape") and rank_of(node.args[0]) == 1 and shape(node)[1:] == (1,):
+            vector = self.function.convert(node.args[0])  # type: ignore[arg-type]
+            return self.function.call("call_method", "unsqueeze", (vector, -1))
         source, index = _rows_taken(node)
         if source is None or index is None:
             return None

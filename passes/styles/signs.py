@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from disagmoe_compile.passes.metadata import argument, is_call, is_tensor, value
-from disagmoe_compile.passes.styles.ids import unmoved
+from disagmoe_compile.passes.styles.ids import is_written, unmoved
 
 _NOT_NEGATIVE = ("softmax", "sigmoid", "relu", "exp", "square", "abs", "softplus", "one_hot", "sqrt", "rsqrt")
 _OF_PARTS = ("mul", "div", "truediv", "add", "maximum", "sum", "amax", "mean", "cumsum")
@@ -18,7 +18,7 @@ _PICKS = ("topk", "sort", "max", "min")
 def is_not_negative(node: fx.Node) -> bool:
     """Whether every element is certainly zero or more (or NaN)."""
     source = unmoved(node)
-    if not is_tensor(source):
+    if not is_tensor(source) or is_written(source):
         return False
     if is_call(source, *_NOT_NEGATIVE) or value(source).dtype in (torch.bool, torch.uint8):
         return True

@@ -14,7 +14,7 @@ from torch import fx
 
 from disagmoe_compile.passes.metadata import argument, is_call, is_tensor, rank_of
 from disagmoe_compile.passes.regions import NoMatch
-from disagmoe_compile.passes.styles.ids import are_distinct
+from disagmoe_compile.passes.styles.ids import are_below, are_distinct
 from disagmoe_compile.passes.styles.rowwise import strip_casts
 from disagmoe_compile.passes.styles.zeros import is_zero
 
@@ -86,12 +86,17 @@ def _counted(counts: fx.Node) -> fx.Node:
 
 
 def _counts_every_expert(histogram: fx.Node) -> bool:
-    """`histc(ids, bins=E, min=0, max=E - 1)`: a bin for every expert; more than E - 1 counts ids of no expert too."""
-    bins = argument(histogram, 1, "bins", 100)
-    return argument(histogram, 2, "min", 0) == 0 and argument(histogram, 3, "max", 0) == bins - 1
+    """`histc(ids, bins=E, min=0, max=E - 1)`: a bin for every expert. `max=E` counts an id E with the last expert."""
+    bins, low, high = (
+        argument(histogram, place, name, default)
+        for place, name, default in ((1, "bins", 100), (2, "min", 0), (3, "max", 0))
+    )
+    if low != 0 or high not in (bins - 1, bins):
+        return False
+    return high == bins - 1 or are_below(histogram.args[0], bins)  # type: ignore[arg-type]
 
 
 def _unflattened(ids: fx.Node) -> fx.Node:
     if is_call(ids, *_FLATTENS) and rank_of(ids) == 1 and is_tensor(ids.args[0]):
-        return ids.args[0]  # type: ignore[return-value]
+        return strip_casts(ids.args[0])  # type: ignore[arg-type]
     return ids

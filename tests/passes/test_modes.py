@@ -63,6 +63,7 @@ class Model(torch.nn.Module):
         self.linear = torch.nn.Linear(HIDDEN, HIDDEN)
         self.layers = torch.nn.ModuleList(Experts(around) for _ in range(2))
         self.head = torch.nn.Linear(HIDDEN, 16)
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, input_ids, labels):
         x, early = self.embed(input_ids), None
@@ -98,7 +99,17 @@ def vmapped_over_both_layers(model, x, early):
     return torch.vmap(torch.vmap(lambda a, b: torch.tanh(a) * b))(early, x)
 
 
-MIXES = [gradient_inside_no_grad, low_precision_block, vmapped_over_both_layers]
+def nothing_but_a_count_under_no_grad(model, x, early):
+    """Once the count is an update of a buffer the block is empty (torchtitan's `tokens_per_expert.add_`)."""
+    y = model.linear(x)
+    with torch.no_grad():
+        model.calls.add_(1)
+    return y.tanh()
+
+
+MIXES = [
+    gradient_inside_no_grad, low_precision_block, vmapped_over_both_layers, nothing_but_a_count_under_no_grad,
+]  # fmt: skip
 
 
 def batch() -> dict[str, torch.Tensor]:

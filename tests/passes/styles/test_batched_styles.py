@@ -85,8 +85,15 @@ def test_rows_of_pairs_that_are_not_summed_leave_one_by_one():
     assert found.styles == ["gathered"] and found.error < 1e-5, found
 
 
-def test_ids_from_the_end_are_exact():
-    found = outcome(lambda m, x, w, ids, p: gathered()(m, x, w, ids - 1, p))
+def less_one_in_place(ids: Tensor) -> Tensor:
+    ids = ids.clone()
+    ids[:, 1] -= 1
+    return ids
+
+
+@pytest.mark.parametrize("chosen", [lambda ids: ids - 1, less_one_in_place])
+def test_ids_from_the_end_are_exact(chosen):
+    found = outcome(lambda m, x, w, ids, p: gathered()(m, x, w, chosen(ids), p))
     assert found.styles == ["gathered"] and found.error < 1e-5, found
 
 
@@ -261,7 +268,14 @@ def mask_written(w, ids, p):
     return p * mask
 
 
+def repeated_in_place(w, ids, p):
+    ids = ids.clone()
+    ids[:, 1] = ids[:, 0]
+    return torch.zeros_like(p).scatter(1, ids, w)
+
+
 REFUSED_DENSE = {
+    "the same expert twice, written in place": (dense(repeated_in_place), "the same expert twice"),
     "zeros written before": (dense(written_before), "writes in place to the constant"),
     "mask written after": (dense(mask_written), "not zero by structure"),
     "ids of the whole batch": (

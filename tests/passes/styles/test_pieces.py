@@ -38,6 +38,48 @@ def split(
     return routed
 
 
+def histogram(ids: Tensor) -> list[int]:
+    """torchtitan: `max` is the number of experts, the ids are cast before they are flattened."""
+    return torch.histc(ids.float().view(-1), bins=EXPERTS, min=0, max=EXPERTS).int().tolist()
+
+
+def added_to_a_shared_expert(m: Layer, x: Tensor, w: Tensor, ids: Tensor, _: Tensor) -> Tensor:
+    """torchtitan: scores are a column before the experts, rows are added to what a shared expert returns."""
+    perm = ids.view(-1).argsort(stable=True)
+    index = (perm // TOP_K).reshape(-1, 1).expand(-1, x.shape[-1])
+    rows = torch.gather(x, 0, index) * w.view(-1)[perm].reshape(-1, 1)
+    out = torch.cat([expert(m, e, piece) for e, piece in enumerate(rows.split(histogram(ids)))])
+    return m.embed(x).relu().scatter_add(0, index, out)
+
+
+def sentinels(ids: Tensor) -> Tensor:
+    ids = ids.clone()
+    ids[:, 1] = EXPERTS
+    return ids
+
+
+def rows_of_other_buffers(m: Layer, x: Tensor, w: Tensor, ids: Tensor, _: Tensor) -> Tensor:
+    """Summed into more rows than there are tokens."""
+    perm = ids.flatten().argsort()
+    out = torch.cat([expert(m, e, piece) for e, piece in enumerate(x[perm // TOP_K].split(counted(ids)))])
+    total = x.new_zeros(2 * x.shape[0], x.shape[1]).index_add(0, perm // TOP_K, out)
+    return total[: x.shape[0]] + total[x.shape[0] :]
+
+
+def written_behind(what: str) -> Routed:
+    """Tokens change after their rows were taken, ids after they were sorted and counted."""
+
+    def routed(m: Layer, x: Tensor, w: Tensor, ids: Tensor, _: Tensor) -> Tensor:
+        x, ids = x.clone(), ids.clone()
+        perm = ids.flatten().argsort()
+        pieces = x[perm // TOP_K].split(counted(ids))
+        (x[:, :1] if what == "tokens" else ids[:, :1]).zero_()
+        out = torch.cat([expert(m, e, pieces[e]) for e in range(EXPERTS)]) * w.flatten()[perm, None]
+        return torch.zeros_like(x).index_add(0, perm // TOP_K, out) + x * ids.sum(-1, keepdim=True)
+
+    return routed
+
+
 def cut_by_running_sums(m: Layer, x: Tensor, w: Tensor, ids: Tensor, _: Tensor) -> Tensor:
     """DeepSeek: slices from one running sum to the next, experts with parameters of their own, put back in the pairs' order."""
     perm = ids.view(-1).argsort()
@@ -65,6 +107,8 @@ EXACT = {
     "split at the counts": (split(), 1),
     "counted by scatter": (split(count=scattered), 1),
     "cut by running sums": (cut_by_running_sums, 1),
+    "a histogram up to the number of experts": (split(count=histogram), 1),
+    "added to a shared expert": (added_to_a_shared_expert, 1),
     "pair by pair": (in_and_out_pair_by_pair, 2),
 }
 
@@ -87,6 +131,12 @@ REFUSED = {
     "ids that may repeat, counted once": (
         split(count=scattered, chosen=lambda ids: torch.stack([ids[:, 0], ids[:, 1] // 2], 1)), "not certain that it counts",
     ),
+    "an id of no expert, written in place, in the last bin": (
+        split(count=histogram, chosen=sentinels), "does not count the rows of each expert",
+    ),
+    "a sum into more rows than tokens": (rows_of_other_buffers, "rows for .* tokens"),
+    "tokens written behind": (written_behind("tokens"), "what the experts read, while they run"),
+    "ids written behind": (written_behind("ids"), "what the experts read, while they run"),
 }  # fmt: skip
 
 
