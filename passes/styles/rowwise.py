@@ -206,6 +206,12 @@ def _keeps_rows(node: fx.Node) -> bool:
 
 def strip_casts(node: fx.Node) -> fx.Node:
     """Through conversions that keep the order of elements."""
-    while target_name(node) in ("to", "float", "int", "long", "type", "contiguous", "detach") and node.args:
-        node = node.args[0]  # type: ignore[assignment]
+    while (before := without_a_cast(node)) is not None:
+        node = before
     return node
+
+
+def without_a_cast(node: fx.Node) -> fx.Node | None:
+    """What `node` converts, keeping the order of elements, or None where it is no such call."""
+    casts = ("to", "float", "int", "long", "type", "contiguous", "detach")
+    return node.args[0] if target_name(node) in casts and node.args else None  # type: ignore[return-value]

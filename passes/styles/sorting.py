@@ -14,8 +14,8 @@ from torch import fx
 
 from disagmoe_compile.passes.metadata import argument, is_call, is_tensor, rank_of
 from disagmoe_compile.passes.regions import NoMatch
-from disagmoe_compile.passes.styles.ids import are_below, are_distinct
-from disagmoe_compile.passes.styles.rowwise import strip_casts
+from disagmoe_compile.passes.styles.ids import are_below, are_distinct, is_written
+from disagmoe_compile.passes.styles.rowwise import strip_casts, without_a_cast
 from disagmoe_compile.passes.styles.zeros import is_zero
 
 _FLATTENS = ("view", "reshape", "flatten", "ravel")
@@ -43,8 +43,11 @@ def sorting_behind_counts(counts: fx.Node) -> Sorting:
     ids = _counted(strip_casts(counts))
     if ids.target is operator.getitem and is_call(ids.args[0], "sort"):
         ids = ids.args[0].args[0]  # type: ignore[union-attr, assignment]
-    base = _unflattened(ids)
-    flat = [base, *(user for user in base.users if is_call(user, *_FLATTENS) and rank_of(user) == 1)]
+    flat = [
+        same
+        for base in _unflattened(ids)
+        for same in (base, *(user for user in base.users if is_call(user, *_FLATTENS)))
+    ]
     for candidate in (node for node in flat if rank_of(node) == 1):
         for user in candidate.users:
             if is_call(user, "argsort", "sort") and user.kwargs.get("descending"):
@@ -96,7 +99,11 @@ def _counts_every_expert(histogram: fx.Node) -> bool:
     return high == bins - 1 or are_below(histogram.args[0], bins)  # type: ignore[arg-type]
 
 
-def _unflattened(ids: fx.Node) -> fx.Node:
+def _unflattened(ids: fx.Node) -> list[fx.Node]:
+    """`ids`, then what it flattens, then that without each of its casts, which copy: what is written to meanwhile differs."""
+    found = [ids]
     if is_call(ids, *_FLATTENS) and rank_of(ids) == 1 and is_tensor(ids.args[0]):
-        return strip_casts(ids.args[0])  # type: ignore[arg-type]
-    return ids
+        found.append(ids.args[0])  # type: ignore[arg-type]
+    while (before := without_a_cast(found[-1])) is not None and not is_written(before):
+        found.append(before)
+    return found

@@ -108,9 +108,12 @@ EXACT = {
     "counted by scatter": (split(count=scattered), 1),
     "cut by running sums": (cut_by_running_sums, 1),
     "a histogram up to the number of experts": (split(count=histogram), 1),
+    "ids that are cast before they are counted and sorted": (
+        split(count=histogram, chosen=lambda ids: ids.int().long()), 1,
+    ),
     "added to a shared expert": (added_to_a_shared_expert, 1),
     "pair by pair": (in_and_out_pair_by_pair, 2),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", EXACT)
