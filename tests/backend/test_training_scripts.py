@@ -12,7 +12,6 @@ DEEPEST = (
     "gradient_hooks",
     "frozen_parameters",
     "unusual_signatures",
-    "whole_model_on_rank_0",
 )
 # Rounding of half precision, otherwise only the order of sums differs.
 TOLERANCE = {"half precision": 1e-3, "half precision outside": 1e-3}

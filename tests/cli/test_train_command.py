@@ -48,6 +48,7 @@ def test_losses_equal_those_of_eager(trained: tuple[dict[str, Any], RunFolder, P
     assert document["max_relative_error"] < 1e-5
 
 
+@pytest.mark.slow
 def test_eager_takes_the_slices_of_the_ranks_where_a_model_mixes_samples() -> None:
     result = _disagmoe(
         "train", "style:gshard", "--attention-group-size", "1", "--ffn-group-size", "1", "--n-microbatches", "2",

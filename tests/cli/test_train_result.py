@@ -25,6 +25,18 @@ def test_the_error_is_the_largest_relative_one() -> None:
     assert max_relative_error([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.1)
 
 
+def test_slices_of_a_batch_train_as_the_whole_and_where_samples_mix_as_each_alone() -> None:
+    """7 samples in slices of 3, 2 and 2."""
+    slices = [range(0, 3), range(3, 5), range(5, 7)]
+    for style, mixes in (("where_loop", False), ("gshard", True)):
+        settings = TrainSettings(f"style:{style}", 2, 7, 16, 1e-2, 0, None, {})
+        whole, sliced = (
+            [step.loss for step in Training(settings, load_for_training(settings), slices=parts).run()]
+            for parts in (None, slices)
+        )
+        assert (max_relative_error(sliced, whole) > 1e-5) == mixes, (style, whole, sliced)
+
+
 def test_nan_is_an_infinite_error() -> None:
     assert max_relative_error([1.0, math.nan, 1.0], [1.0, 1.0, 1.0]) == math.inf
 
