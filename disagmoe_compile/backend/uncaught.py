@@ -70,10 +70,9 @@ def _tell_torchrun(error: DisagMoEError, traceback: TracebackType | None) -> Non
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file or os.path.exists(file):  # `record` has written it already
         return
+    # torch formats the exception that is being handled; the line that raises it here is not to be in it
     try:
         raise error
-    except (
-        DisagMoEError
-    ):  # torch formats the exception that is being handled; the line above is not to be in it
+    except DisagMoEError:
         with contextlib.suppress(OSError):
             get_error_handler().record_exception(error.with_traceback(traceback))

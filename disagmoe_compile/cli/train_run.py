@@ -125,10 +125,15 @@ def run(request: TrainRequest, *, quiet: bool) -> Output:
         launch(_WORKER, folder, world_size, port)
     plan = load(folder.plan)
     _save_timeline(folder, plan, world_size)
-    slices = _slices(folder, plan, source)
+    mixes_samples = bool((folder.report(0) or {}).get("mixes_samples"))
+    slices = _slices(plan, source) if mixes_samples else None
     eager = _eager_losses(console, settings, source, slices) if request.check else None
     document = _document(folder, plan, world_size, eager, compiler)
-    failure = None if eager is None else _compare(document["losses"], eager, folder)
+    failure = (
+        None
+        if eager is None
+        else _compare(document["losses"], eager, folder, mixes_samples and slices is None)
+    )
     return Output(finite(document), lambda console: render_result(console, document), failure)
 
 
@@ -170,10 +175,9 @@ def _save_timeline(folder: RunFolder, plan: Plan, world_size: int) -> None:
     folder.timeline.write_text(json.dumps(to_chrome(events, plan)))
 
 
-def _slices(folder: RunFolder, plan: Plan, source: Source) -> list[range] | None:
-    """What eager is called with: the whole batch, unless the model mixes the samples of a call. Where the source brings its own
-    inputs nothing says how losses of slices add up."""
-    if source.vocab_size is None or not (folder.report(0) or {}).get("mixes_samples"):
+def _slices(plan: Plan, source: Source) -> list[range] | None:
+    """The samples that ranks take at once. None where the source brings its own inputs: how their losses add up is unknown."""
+    if source.vocab_size is None:
         return None
     members, microbatches = range(plan.topology.attention_group_size), range(plan.workload.n_microbatches)
     slices = [plan.samples_of(member, microbatch) for member in members for microbatch in microbatches]
@@ -217,13 +221,20 @@ def max_relative_error(losses: Sequence[float], reference: Sequence[float]) -> f
     return max(float("inf") if error != error else error for error in errors)
 
 
-def _compare(losses: Sequence[float], eager: Sequence[float], folder: RunFolder) -> DisagMoEError | None:
+def _compare(
+    losses: Sequence[float], eager: Sequence[float], folder: RunFolder, is_other_oracle: bool
+) -> DisagMoEError | None:
+    """`is_other_oracle`: the model mixes samples, and eager took the whole batch all the same."""
     error = max_relative_error(losses, eager)
     if error <= MAX_RELATIVE_ERROR:
         return None
     return DisagMoEError(
         f"losses differ from eager's by up to {error:.1e} relative, more than {MAX_RELATIVE_ERROR:.0e}; "
         f"the run is in {folder.path}"
+        + (
+            "; the model mixes the samples of a call, and eager took the whole batch at once"
+            * is_other_oracle
+        )
     )
 
 
