@@ -42,6 +42,15 @@ def simulate(
         str | None, typer.Option(metavar="NAME|FILE", help="See `disagmoe clusters`; or a cluster file.")
     ] = None,
     nodes: NodesOption = None,
+    ffn_cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="A second kind of nodes: FFN ranks run on these, attention ranks on those of --cluster.",
+            show_default="none: all on --cluster",
+        ),
+    ] = None,
+    ffn_nodes: Annotated[int | None, typer.Option(help="Nodes of --ffn-cluster, beside --nodes.")] = None,
     seq_length: SeqLengthOption = None,
     sequences_per_gpu: SequencesPerGpuOption = None,
     global_batch_size: Annotated[
@@ -103,6 +112,12 @@ def simulate(
 ) -> Output:
     """Predicts step time of schedules side by side. Simulated, not measured."""
     shown = Shown(trace, picture)
+    if ffn_cluster is None and ffn_nodes is not None:
+        raise InputError("--ffn-nodes needs --ffn-cluster, the kind of those nodes")
+    if ffn_cluster is not None and (model is None or plan is not None or schedule is not None):
+        raise InputError(
+            "--ffn-cluster is for --model NAME without --plan or --schedule: a plan has one kind of nodes"
+        )
     if schedule is not None:
         return simulate_abstract(
             schedule, stage_times, ranks, chunks, n_microbatches, pipeline_groups, layers, forward_only, shown
@@ -113,6 +128,8 @@ def simulate(
         model=model,
         cluster=cluster,
         nodes=nodes,
+        ffn_cluster=ffn_cluster,
+        ffn_nodes=ffn_nodes,
         seq_length=seq_length,
         sequences_per_gpu=sequences_per_gpu,
         global_batch_size=global_batch_size,

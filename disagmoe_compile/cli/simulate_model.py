@@ -18,6 +18,7 @@ from disagmoe_compile.planner.hardware import Cluster, find_cluster
 from disagmoe_compile.planner.model_spec import ModelSpec
 from disagmoe_compile.planner.step_costs import CostSet, Dedup, model_costs
 from disagmoe_compile.simulator import advise as advising
+from disagmoe_compile.simulator.mixed_cluster import AnyCluster, MixedCluster
 from disagmoe_compile.simulator.pictures import draw, write_trace
 from disagmoe_compile.simulator.results import Result
 from disagmoe_compile.simulator.rival_model import RIVALS
@@ -52,6 +53,8 @@ class ModelRequest:
     model: str | None
     cluster: str | None
     nodes: int | None
+    ffn_cluster: str | None
+    ffn_nodes: int | None
     seq_length: int | None
     sequences_per_gpu: int | None
     global_batch_size: int | None
@@ -80,6 +83,7 @@ class ModelRequest:
             raise InputError(
                 "give --model, --cluster and --seq-length, or --plan FILE, or --schedule with --stage-times"
             )
+        on = self._with_ffn_nodes(cluster)
         for name in (
             "seq_length",
             "sequences_per_gpu",
@@ -105,8 +109,8 @@ class ModelRequest:
             model=model_costs(
                 spec, seq_length=self.seq_length, cost_set=cost_set, element_bytes=element_bytes
             ),
-            cluster=cluster,
-            sequences=self.global_batch_size or (self.sequences_per_gpu or 1) * cluster.gpus,
+            cluster=on,
+            sequences=self.global_batch_size or (self.sequences_per_gpu or 1) * on.gpus,
             dedup=one_of("dedup", self.dedup, {d.value: d for d in Dedup}),
             micro_batch_size=self.micro_batch_size,
             pipeline_groups=self.pipeline_groups,
@@ -116,6 +120,15 @@ class ModelRequest:
             recompute=recompute,
             shared_on_ffn=side,
         )
+
+    def _with_ffn_nodes(self, cluster: Cluster) -> AnyCluster:
+        if self.ffn_cluster is None:
+            return cluster
+        if self.nodes is not None and self.ffn_nodes is None:
+            raise InputError(
+                "--nodes counts those of --cluster; say with --ffn-nodes how many --ffn-cluster has"
+            )
+        return MixedCluster(cluster, find_cluster(self.ffn_cluster, self.ffn_nodes))
 
 
 def simulate_model(request: ModelRequest, shown: Shown, *, with_advice: bool) -> Output:
@@ -139,6 +152,8 @@ def simulate_model(request: ModelRequest, shown: Shown, *, with_advice: bool) ->
             "verdicts": [v.to_dict() for v in verdicts],
         }
     title = f"{spec.name}, {setting.model.seq_length} tokens, {setting.cluster.gpus} GPUs"
+    if isinstance(setting.cluster, MixedCluster):
+        title = f"{title} ({setting.cluster.name})"
     shown.write({result.schedule: result.timeline for result in results}, title)
 
     def render(console: Console) -> None:
@@ -156,12 +171,7 @@ def render_results(console: Console, title: str, results: Sequence[Result]) -> N
     for column in ("step\ns", "tokens/s\n/ GPU", "MFU\n%", "exposed\ns", "bubble\ns", "/bound", "GB", "GPUs"):
         table.add_column(column, justify="right", no_wrap=True)
     for result in results:
-        o = result.options
-        sizes = (
-            f"{o['pipeline_groups']}x{o['attention_group_size']}+{o['ffn_group_size']}"
-            if result.schedule == "af_pipe"
-            else f"{o['pipeline_ranks']}x EP{o['ep_size']}"
-        )
+        sizes = " | ".join(map(_sizes, result.options.get("copies", [result.options])))
         memory = max(result.peak_bytes.values()) / 1e9
         table.add_row(
             result.schedule,
@@ -177,6 +187,16 @@ def render_results(console: Console, title: str, results: Sequence[Result]) -> N
     console.print(table)
     if not all(result.fits for result in results):
         console.print("! does not fit in memory: nothing that was tried does", highlight=False)
+    placed = {r.schedule: r.options["placement"] for r in results if "placement" in r.options}
+    if placed:
+        where = "; ".join(f"{schedule}: {placement}" for schedule, placement in placed.items())
+        console.print(where, highlight=False)
+
+
+def _sizes(options: Mapping[str, Any]) -> str:
+    if "ep_size" in options:
+        return f"{options['pipeline_ranks']}x EP{options['ep_size']}"
+    return f"{options['pipeline_groups']}x{options['attention_group_size']}+{options['ffn_group_size']}"
 
 
 def _render_advice(console: Console, advice: Mapping[str, Any]) -> None:
@@ -184,9 +204,15 @@ def _render_advice(console: Console, advice: Mapping[str, Any]) -> None:
     table.add_column("change")
     table.add_column("gain", justify="right")
     table.add_column("best rival")
+    as_asked = advice["verdicts"][0]["af_pipe_placement"]
     for row in advice["verdicts"]:
         marks = ["" if row[f"{who}_fits_memory"] else "!" for who in ("af_pipe", "rival")]
-        table.add_row(row["change"], f"{row['gain']:+.1%}{marks[0]}", row["best_rival"] + marks[1])
+        change, rival, placed = row["change"], row["best_rival"] + marks[1], row["af_pipe_placement"]
+        if row["rival_placement"]:
+            rival = f"{rival}: {row['rival_placement']}"
+        if placed not in (None, as_asked) and placed not in change:
+            change = f"{change}; AF-Pipe: {placed}"
+        table.add_row(change, f"{row['gain']:+.1%}{marks[0]}", rival)
     console.print(table)
     if not all(row["af_pipe_fits_memory"] and row["rival_fits_memory"] for row in advice["verdicts"]):
         console.print("! does not fit in memory: at a gain AF-Pipe, at its name the rival", highlight=False)

@@ -68,7 +68,7 @@ def _sizes(sizing: Sizing, request: ModelRequest, shown: Shown) -> Output:
         None if request.cluster else recorded_cluster(sizing),
         sizing.inputs["element_bytes"],
     )
-    model = planned_model(setting.model, setting.cluster, candidate_of(sizing), setting.dedup)
+    model = planned_model(setting.model, setting.equal_nodes, candidate_of(sizing), setting.dedup)
     planned = af_result(model, shard_optimizer=sizing.shard_optimizer)
     rivals = replace(setting, micro_batch_size=request.micro_batch_size)
     results = [planned, *(best(rivals, s) for s in dict.fromkeys(request.schedules) if s != "af_pipe")]

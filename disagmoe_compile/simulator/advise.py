@@ -1,6 +1,9 @@
 """Should this model be disaggregated on this cluster? AF-Pipe against the best rival, and what would have to change.
 
 Both sides are searched again under each change, by the estimates and simulations of `search.py`. All of it is simulated.
+
+Where a change makes two kinds of nodes of one, AF-Pipe may put either side on either kind, or run on all alike at the pace of the
+slower, and a rival has the choices of `mixed_rivals.py`. Where there are two kinds already, sides stay where they were asked for.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from disagmoe_compile.errors import InputError
 from disagmoe_compile.planner.hardware import Cluster
 from disagmoe_compile.planner.model_spec import ModelSpec
 from disagmoe_compile.planner.step_costs import CostSet, model_costs
+from disagmoe_compile.simulator.mixed_cluster import AnyCluster, MixedCluster, each
+from disagmoe_compile.simulator.mixed_rivals import charged
 from disagmoe_compile.simulator.results import Result
 from disagmoe_compile.simulator.search import Setting, best
 
@@ -25,7 +30,7 @@ system.
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """`gain`: tokens/s of AF-Pipe over the best rival's, less 1. `fits`, `rival_fits`: some choice of it does in memory; a system
-    of which none does loses to one that fits.
+    of which none does loses to one that fits. `placement`, `rival_placement`: where each runs, on two kinds of nodes.
     """
 
     change: str
@@ -35,6 +40,8 @@ class Verdict:
     rival_tokens: float
     fits: bool = True
     rival_fits: bool = True
+    placement: str | None = None
+    rival_placement: str | None = None
 
     @property
     def af_pipe_wins(self) -> bool:
@@ -49,6 +56,8 @@ class Verdict:
             "rival_tokens_per_s_per_gpu": self.rival_tokens,
             "af_pipe_fits_memory": self.fits,
             "rival_fits_memory": self.rival_fits,
+            "af_pipe_placement": self.placement,
+            "rival_placement": self.rival_placement,
         }
 
 
@@ -66,6 +75,8 @@ def verdict(change: str, results: Sequence[Result]) -> Verdict:
         other.tokens_per_s_per_gpu,
         ours.fits,
         other.fits,
+        ours.options.get("placement"),
+        other.options.get("placement"),
     )
 
 
@@ -91,8 +102,8 @@ def changes(spec: ModelSpec, setting: Setting) -> Iterator[tuple[str, Callable[[
         return replace(setting, model=_costs(experts, length, cost_set))
 
     def network(factor: float) -> Callable[[], Setting]:
-        slower = replace(cluster, nic_bytes_per_s=cluster.nic_bytes_per_s * factor)
-        return lambda: replace(setting, cluster=slower)
+        changed = each(cluster, lambda nodes: replace(nodes, nic_bytes_per_s=nodes.nic_bytes_per_s * factor))
+        return lambda: replace(setting, cluster=changed)
 
     yield f"sequences four times as long ({4 * length} tokens)", longer
     yield "experts four times as many, a quarter as wide", finer
@@ -102,6 +113,34 @@ def changes(spec: ModelSpec, setting: Setting) -> Iterator[tuple[str, Callable[[
         "experts spread over a node or more (EP of at least a node)",
         lambda: replace(setting, ep_size=min(max(cluster.gpus_per_node, 16), spec.num_experts)),
     )
+    if isinstance(cluster, MixedCluster):
+        swapped = cluster.swapped()
+        yield f"sides swapped ({swapped.placement})", lambda: replace(setting, cluster=swapped)
+    elif cluster.nodes > 1:
+        mixed = half_slower(cluster)
+        yield (
+            f"half of the nodes ({mixed.ffn.nodes} of {cluster.nodes}) with GPUs half as fast",
+            lambda: replace(setting, cluster=mixed),
+        )
+
+
+def half_slower(cluster: Cluster) -> MixedCluster:
+    """Half of the nodes, rounded down, with GPUs of half the FLOP/s and half the memory's bytes/s: here those of FFN ranks."""
+    gpu, slow = cluster.gpu, cluster.nodes // 2
+    name = f"{cluster.name} at half speed"
+    slower = replace(gpu, name=name, flops=gpu.flops / 2, memory_bytes_per_s=gpu.memory_bytes_per_s / 2)
+    return MixedCluster(
+        cluster.with_nodes(cluster.nodes - slow), replace(cluster, name=name, gpu=slower, nodes=slow)
+    )
+
+
+def af_pipe_anywhere(setting: Setting, cluster: MixedCluster) -> Result:
+    """AF-Pipe with each side on either kind of nodes, or on all at the slower's pace, whichever is fastest."""
+    found = best(setting, "af_pipe")
+    found = best(replace(setting, cluster=cluster.swapped()), "af_pipe", found)
+    whole = cluster.in_lockstep()
+    alike = best(replace(setting, cluster=whole), "af_pipe", found)
+    return found if alike is found else charged(alike, cluster, whole, "lockstep")
 
 
 def advise(spec: ModelSpec, setting: Setting, now: Sequence[Result]) -> list[Verdict]:
@@ -110,14 +149,19 @@ def advise(spec: ModelSpec, setting: Setting, now: Sequence[Result]) -> list[Ver
     for change, make in changes(spec, setting):
         try:
             changed = replace(make(), simulated=1)  # a flip is a large change: the best by estimate is enough
-            results = [best(changed, system) for system in ("af_pipe", *COMPARED)]
+            made = changed.cluster
+            if isinstance(made, MixedCluster) and not isinstance(setting.cluster, MixedCluster):
+                ours = af_pipe_anywhere(changed, made)
+            else:
+                ours = best(changed, "af_pipe")
+            results = [ours, *(best(changed, system) for system in COMPARED)]
         except InputError:
             continue
         found.append(verdict(change, results))
     return found
 
 
-def summary(verdicts: Sequence[Verdict], cluster: Cluster) -> str:
+def summary(verdicts: Sequence[Verdict], cluster: AnyCluster) -> str:
     """The answer in a sentence or two."""
     now = verdicts[0]
     flips = [v.change for v in verdicts[1:] if v.af_pipe_wins != now.af_pipe_wins]

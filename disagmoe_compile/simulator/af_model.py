@@ -25,10 +25,10 @@ from disagmoe_compile.plan.action import ActionKind
 from disagmoe_compile.plan.ir import Direction, Schedule, Transfer, TransferKind
 from disagmoe_compile.plan.topology import Group, Role, Topology
 from disagmoe_compile.plan.transfers import BoundarySizes, build_transfers
-from disagmoe_compile.planner.hardware import Cluster
 from disagmoe_compile.planner.step_costs import Dedup, ModelCosts, exchange_bytes
 from disagmoe_compile.simulator.assumptions import Assumptions
 from disagmoe_compile.simulator.engine import Leg
+from disagmoe_compile.simulator.mixed_cluster import AnyCluster, MixedCluster, side
 from disagmoe_compile.simulator.program import Program, Queueing
 from disagmoe_compile.simulator.stage_times import Speed, StageSeconds, effective_ranks
 
@@ -96,16 +96,29 @@ class AFChoice:
 
 @dataclass(frozen=True, slots=True)
 class AFModel:
-    """A model, a cluster and a choice. Raises InputError where a group would have no stage or an FFN rank no expert."""
+    """A model, a cluster and a choice. Of two kinds of nodes each side has its own.
+
+    Raises InputError where ranks have no GPU, a group would have no stage or an FFN rank no expert.
+    """
 
     model: ModelCosts
-    cluster: Cluster
+    cluster: AnyCluster
     choice: AFChoice
     assumptions: Assumptions = field(default_factory=Assumptions)
 
     def __post_init__(self) -> None:
         choice, model = self.choice, self.model
-        if choice.gpus > self.cluster.gpus:
+        if isinstance(self.cluster, MixedCluster):
+            for role, size in (
+                (Role.ATTENTION, choice.attention_group_size),
+                (Role.FFN, choice.ffn_group_size),
+            ):
+                ranks, on = choice.pipeline_groups * size, self.cluster.of(role)
+                if ranks > on.gpus:
+                    raise InputError(
+                        f"{ranks} {role} ranks do not fit on {on.gpus} GPUs ({on.name}); add nodes"
+                    )
+        elif choice.gpus > self.cluster.gpus:
             raise InputError(f"{choice.gpus} ranks do not fit on {self.cluster.gpus} GPUs; add nodes")
         if choice.pipeline_groups > model.n_boundaries:
             raise InputError(
@@ -216,8 +229,8 @@ class AFModel:
     # Compute
 
     def stage_seconds(self, stage: int) -> StageSeconds:
-        choice, model, speed = self.choice, self.model, Speed(self.cluster)
-        boundary = stage // 2
+        choice, model = self.choice, self.model
+        boundary, speed = stage // 2, self._speed(Role.FFN if stage % 2 else Role.ATTENTION)
         if stage % 2:
             sequences, ranks = choice.group_sequences, choice.ffn_group_size
             routed = speed.expert_seconds(model, boundary, sequences, ranks, recompute=choice.recompute_ffn)
@@ -240,13 +253,16 @@ class AFModel:
             for kind, seconds in self.stage_seconds(stage).by_kind().items()
         }
 
+    def _speed(self, role: Role) -> Speed:
+        return Speed(side(self.cluster, role))
+
     # Communication
 
     def links(self) -> dict[tuple[str, str], float]:
         """Bytes/s of each group's ranks together."""
-        speed = Speed(self.cluster)
         found: dict[tuple[str, str], float] = {}
         for group in self.topology.groups:
+            speed = self._speed(group.role)
             size = len(self.topology.ranks_of_group(group))
             nics = self.choice.attention_nics if group.role is Role.ATTENTION else self.choice.ffn_nics
             rate = size * speed.nic if nics is None else nics * speed.one_nic
@@ -278,7 +294,7 @@ class AFModel:
             model,
             choice.dedup,
             ffn_ranks=choice.ffn_group_size,
-            ranks_per_node=self.cluster.gpus_per_node,
+            ranks_per_node=side(self.cluster, Role.FFN).gpus_per_node,
         )
         extra = choice.shared_on_ffn and choice.dedup is Dedup.NONE
         rows = model.token_bytes * model.seq_length if extra else 0
@@ -292,7 +308,7 @@ class AFModel:
         if not is_head and not self.choice.shared_on_ffn:
             parameters += self.model.shared[boundary].parameters
         amount = 2 * (ranks - 1) * parameters * GRADIENT_BYTES
-        if ranks <= self.cluster.gpus_per_node:
+        if ranks <= side(self.cluster, Role.ATTENTION).gpus_per_node:
             return (Leg(amount, (_link(group, "link"),)),)
         return (Leg(amount, (_link(group, "nic out"), _link(group, "nic in"))),)
 

@@ -9,12 +9,13 @@ from typing import Any
 
 from disagmoe_compile.passes.schedule.list_schedule import Rehearsed
 from disagmoe_compile.plan.collector import collector_paused
-from disagmoe_compile.plan.topology import Group
+from disagmoe_compile.plan.topology import Group, Role
 from disagmoe_compile.planner.hardware import Cluster
 from disagmoe_compile.planner.sizing_problem import TrainingState
 from disagmoe_compile.planner.step_costs import ModelCosts
 from disagmoe_compile.simulator.af_model import AFModel
 from disagmoe_compile.simulator.bound import Bound, lower_bound
+from disagmoe_compile.simulator.mixed_cluster import AnyCluster, MixedCluster, mean_flops
 from disagmoe_compile.simulator.program import Program
 from disagmoe_compile.simulator.rival_model import RivalModel
 from disagmoe_compile.simulator.sharing import Number
@@ -26,7 +27,8 @@ USABLE_MEMORY = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Seconds and bytes of one step. `exposed_s`: GPU mean; `critical`: the shares of the group that computes longest.
+    """Seconds and bytes of one step. `exposed_s`: GPU mean; `critical`: the shares of the group that computes longest. `gpus`:
+    those that the step is charged for, of two kinds of nodes all of them, with a rank or without.
 
     `peak_bytes`: of a rank, weights and optimizer included, per role (`worker` for a rival); `activation_bytes` without those.
     """
@@ -134,6 +136,7 @@ def _af_result(af: AFModel, program: Program, shard_optimizer: bool) -> Result:
     topology, choice = af.topology, af.choice
     sizes = {group: len(topology.ranks_of_group(group)) for group in topology.groups}
     peaks = timeline.peak_bytes(af.activation_bytes(), af.message_bytes())
+    placed = {"placement": af.cluster.placement} if isinstance(af.cluster, MixedCluster) else {}
     return _result(
         "af_pipe",
         timeline,
@@ -144,7 +147,7 @@ def _af_result(af: AFModel, program: Program, shard_optimizer: bool) -> Result:
         {str(group): size for group, size in sizes.items()},
         _activation_by_role(af, peaks),
         af_state_bytes(af, shard_optimizer),
-        choice.to_dict(),
+        placed | choice.to_dict(),
         float(timeline.makespan),
     )
 
@@ -252,7 +255,7 @@ def _result(
     timeline: Timeline,
     bound: Bound,
     model: ModelCosts,
-    cluster: Cluster,
+    cluster: AnyCluster,
     sequences: int,
     ranks: Mapping[str, int],
     activation: Mapping[str, float],
@@ -260,9 +263,10 @@ def _result(
     options: Mapping[str, Any],
     step: float,
 ) -> Result:
-    gpus = sum(ranks.values())
+    workers = sum(ranks.values())
+    gpus = cluster.gpus if isinstance(cluster, MixedCluster) else workers
     shares = {group: timeline.share(group) for group in timeline.groups}
-    exposed = sum(float(share.exposed) * ranks[str(group)] for group, share in shares.items()) / gpus
+    exposed = sum(float(share.exposed) * ranks[str(group)] for group, share in shares.items()) / workers
     peak = {role: activation[role] + state[role] for role in activation}
     return Result(
         schedule=name,
@@ -272,7 +276,7 @@ def _result(
         exposed_s=exposed,
         critical=max(shares.values(), key=lambda share: share.busy),
         bound=bound,
-        mfu=sequences * model_flops(model) / (step * gpus * cluster.gpu.flops),
+        mfu=sequences * model_flops(model) / (step * gpus * mean_flops(cluster)),
         activation_bytes=activation,
         peak_bytes=peak,
         fits=_fits(cluster, peak),
@@ -281,5 +285,12 @@ def _result(
     )
 
 
-def _fits(cluster: Cluster, peak: Mapping[str, float]) -> bool:
-    return all(used <= USABLE_MEMORY * cluster.gpu.memory_bytes for used in peak.values())
+def _fits(cluster: AnyCluster, peak: Mapping[str, float]) -> bool:
+    """Each role in the memory of its nodes."""
+    return all(
+        used <= USABLE_MEMORY * _nodes_of(cluster, role).gpu.memory_bytes for role, used in peak.items()
+    )
+
+
+def _nodes_of(cluster: AnyCluster, role: str) -> Cluster:
+    return cluster.of(Role(role)) if isinstance(cluster, MixedCluster) else cluster

@@ -1,36 +1,34 @@
 """The best choice of each system for a model, a cluster and a batch: estimate many, simulate the most promising.
 
-No comparison is made before each side has its best sizes. The estimate only ranks: it is the load of the busiest resource, times
-the pipeline's fill; what is reported is simulated. A choice that does not fit in memory is not taken, unless none fits.
+No comparison is made before each side has its best sizes. The estimate (`estimates.py`) only ranks; what is reported is
+simulated. A choice that does not fit in memory is not taken, unless none fits.
 
     every system   micro-batch size, recompute, de-duplication as given
     AF-Pipe        groups p, their sizes (M, N), micro-batches in flight, recompute of each side, side of the shared experts
     rivals         pipeline ranks, EP size, chunks, degree (Tutel)
+
+On two kinds of nodes AF-Pipe's sizes are those of each side apart (ranks may be left out), rivals choose where to run as well
+(`mixed_rivals.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TypeVar
 
 from disagmoe_compile.errors import InputError
+from disagmoe_compile.plan.topology import Role
 from disagmoe_compile.planner.hardware import Cluster
 from disagmoe_compile.planner.step_costs import Dedup, ModelCosts
 from disagmoe_compile.simulator.af_model import AFChoice, AFModel
 from disagmoe_compile.simulator.assumptions import Assumptions
-from disagmoe_compile.simulator.results import (
-    USABLE_MEMORY,
-    Beaten,
-    Result,
-    af_faster,
-    af_state_bytes,
-    rival_result,
-    rival_state_bytes,
-)
+from disagmoe_compile.simulator.estimates import AFEstimates, Estimate, rival_estimate
+from disagmoe_compile.simulator.mixed_cluster import AnyCluster, MixedCluster, side
+from disagmoe_compile.simulator.mixed_rivals import best_placed
+from disagmoe_compile.simulator.results import Beaten, Result, af_faster, rival_result
 from disagmoe_compile.simulator.rival_model import COMET_PARTS, RivalChoice, RivalModel
-from disagmoe_compile.simulator.stage_times import Speed, StageSeconds
 
 SIMULATED = 4
 """Choices of a system that are simulated, unless a setting says otherwise."""
@@ -52,7 +50,7 @@ class Setting:
     """What all systems share. `sequences`: at most so many a step over all GPUs. None leaves a size to the search."""
 
     model: ModelCosts
-    cluster: Cluster
+    cluster: AnyCluster
     sequences: int
     dedup: Dedup = Dedup.RANK
     micro_batch_size: int | None = None
@@ -67,8 +65,11 @@ class Setting:
     simulated: int = SIMULATED
 
     @property
-    def memory(self) -> float:
-        return USABLE_MEMORY * self.cluster.gpu.memory_bytes
+    def equal_nodes(self) -> Cluster:
+        """The cluster, where it has one kind of nodes. Raises InputError where it has two."""
+        if isinstance(self.cluster, MixedCluster):
+            raise InputError(f"this needs nodes of one kind, not {self.cluster.name}")
+        return self.cluster
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -79,21 +80,28 @@ class Setting:
         return (False, True) if self.recompute is None else (self.recompute,)
 
 
-def best(setting: Setting, system: str) -> Result:
-    """The fastest choice of a system. Raises InputError where no sizes fit together."""
+def best(setting: Setting, system: str, beat: Result | None = None) -> Result:
+    """The fastest choice of a system, or `beat` where none is better. Raises InputError where no sizes fit together."""
     if system == "af_pipe":
-        models, estimate = list(_af_models(setting)), _AFEstimates().of
-        found: Result | None = None
+        models, estimate = list(_af_models(setting)), AFEstimates().of
+        found = beat
         for is_usual in (True, False):
             some = [m for m in models if _is_usual(m) is is_usual]
             if some:
                 found = _fastest(some, estimate, af_faster, setting.simulated, found)
         return _if_any(found, system)
+    cluster = setting.cluster
+    if isinstance(cluster, MixedCluster):
+
+        def on_equal_nodes(nodes: Cluster, sequences: int, beat: Result | None) -> Result:
+            return best(replace(setting, cluster=nodes, sequences=sequences), system, beat)
+
+        return best_placed(cluster, setting.sequences, on_equal_nodes)
     rivals = (
-        RivalModel(setting.model, setting.cluster, c, setting.assumptions)
-        for c in _rival_choices(setting, system)
+        RivalModel(setting.model, cluster, choice, setting.assumptions)
+        for choice in _rival_choices(setting, cluster, system)
     )
-    return _if_any(_fastest(rivals, _rival_estimate, _simulated_rival, setting.simulated), system)
+    return _if_any(_fastest(rivals, rival_estimate, _simulated_rival, setting.simulated, beat), system)
 
 
 def _if_any(found: Result | None, system: str) -> Result:
@@ -102,14 +110,6 @@ def _if_any(found: Result | None, system: str) -> Result:
             f"no sizes of {system} fit these GPUs, this batch and these experts: change --nodes, the batch, or what is pinned"
         )
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """`memory`: of the fullest rank, as a share of what may be filled."""
-
-    tokens_per_s: float
-    memory: float
 
 
 def _fastest(
@@ -169,49 +169,77 @@ def _fastest(
 
 
 def _preference(result: Result) -> tuple[bool, float]:
-    return result.fits, result.tokens_per_s_per_gpu
+    """By the speed of all GPUs together: results to beat may be charged for more of them."""
+    return result.fits, result.tokens / result.step_s
 
 
 # AF-Pipe
 
 
 def _af_models(setting: Setting) -> Iterator[AFModel]:
-    gpus, model = setting.cluster.gpus, setting.model
-    depths = [p for p in range(1, min(16, model.n_boundaries) + 1) if gpus % p == 0 and gpus // p >= 2]
+    model = setting.model
     has_shared = any(s.parameters for s in model.shared)
     sides = (
         (False, True)
         if has_shared and setting.shared_on_ffn is None
         else (bool(setting.shared_on_ffn) and has_shared,)
     )
+    cluster = setting.cluster
+    sizes = _mixed_sizes(setting, cluster) if isinstance(cluster, MixedCluster) else _sizes(setting, cluster)
+    for p, attention, ffn in sizes:
+        for size in setting.sizes:
+            n = setting.sequences // (attention * size)
+            if n < 1:
+                continue
+            limits = {1, 2, p + 1, 2 * p, 3 * p, 4 * p, 6 * p, 8 * p}
+            for q in sorted(limits) if setting.in_flight is None else (setting.in_flight,):
+                if q > n and setting.in_flight is None:
+                    continue
+                for shared in sides:
+                    for a, f in product((False, True), repeat=2):
+                        if setting.recompute in (None, a or f):
+                            choice = AFChoice(
+                                p, attention, ffn, size, n, setting.dedup, shared, a, f, q, order="list"
+                            )
+                            yield AFModel(model, cluster, choice, setting.assumptions)
+
+
+def _sizes(setting: Setting, cluster: Cluster) -> Iterator[tuple[int, int, int]]:
+    """(p, M, N): every GPU has a rank."""
+    gpus, model = cluster.gpus, setting.model
+    depths = [p for p in range(1, min(16, model.n_boundaries) + 1) if gpus % p == 0 and gpus // p >= 2]
     for p in _pinned(depths, setting.pipeline_groups):
         pair = gpus // p
         sizes: Iterable[int] = range(1, min(pair, model.num_experts + 1))
         if setting.ffn_group_size is None and setting.attention_group_size is None:
-            sizes = _ffn_sizes(pair, model.num_experts, setting.cluster.gpus_per_node)
+            sizes = _ffn_sizes(pair, model.num_experts, cluster.gpus_per_node)
         for ffn in _pinned(sizes, setting.ffn_group_size):
-            if setting.attention_group_size not in (None, pair - ffn):
-                continue
-            for size in setting.sizes:
-                n = setting.sequences // ((pair - ffn) * size)
-                if n < 1:
-                    continue
-                limits = {1, 2, p + 1, 2 * p, 3 * p, 4 * p, 6 * p, 8 * p}
-                for q in sorted(limits) if setting.in_flight is None else (setting.in_flight,):
-                    if q > n and setting.in_flight is None:
-                        continue
-                    for side in sides:
-                        for a, f in product((False, True), repeat=2):
-                            if setting.recompute in (None, a or f):
-                                choice = AFChoice(
-                                    p, pair - ffn, ffn, size, n, setting.dedup, side, a, f, q, order="list"
-                                )
-                                yield AFModel(model, setting.cluster, choice, setting.assumptions)
+            if setting.attention_group_size in (None, pair - ffn):
+                yield p, pair - ffn, ffn
+
+
+def _mixed_sizes(setting: Setting, cluster: MixedCluster) -> Iterator[tuple[int, int, int]]:
+    """(p, M, N), each side on its kind of nodes. GPUs may be left out: with fewer attention ranks micro-batches are smaller, or
+    leave no sequence over; with fewer FFN ranks a token has fewer copies.
+    """
+    on_a, on_f, experts = cluster.attention, cluster.ffn, setting.model.num_experts
+    for p in range(1, min(16, setting.model.n_boundaries, on_a.gpus, on_f.gpus) + 1):
+        most, wanted = on_a.gpus // p, setting.pipeline_groups
+        if wanted != p and (wanted is not None or (on_a.gpus % p and on_f.gpus % p)):
+            continue
+        even = max(m for m in range(1, most + 1) if setting.sequences % m == 0)
+        attention = {most, -(-most // 2), -(-most // 4), even}
+        ffn = _ffn_sizes(on_f.gpus // p + 1, experts, on_f.gpus_per_node)
+        if setting.attention_group_size is not None:
+            attention = {setting.attention_group_size} & set(range(1, most + 1))
+        if setting.ffn_group_size is not None:
+            ffn = _pinned(range(1, min(on_f.gpus // p, experts) + 1), setting.ffn_group_size)
+        yield from ((p, m, n) for m, n in product(sorted(attention), ffn))
 
 
 def _is_usual(af: AFModel) -> bool:
     """Searched apart from the rest, which is wanted where memory is short: the estimate is too rough to rank so many at once."""
-    choice, per_node = af.choice, af.cluster.gpus_per_node
+    choice, per_node = af.choice, side(af.cluster, Role.FFN).gpus_per_node
     pair = choice.attention_group_size + choice.ffn_group_size
     sizes = pair <= 2 * per_node or choice.ffn_group_size % per_node == 0
     return sizes and choice.in_flight != 1 and (choice.recompute_ffn or not choice.recompute_attention)
@@ -228,94 +256,11 @@ def _ffn_sizes(pair: int, experts: int, per_node: int) -> list[int]:
     return sorted(n for n in fewest | set(range(per_node, most + 1, per_node)) if n <= most)
 
 
-@dataclass(frozen=True, slots=True)
-class _AFLoad:
-    """What choices with other numbers in flight share: seconds a step of the busiest resource, of a micro-batch's way; bytes."""
-
-    busiest_s: float
-    trip_s: float
-    state: Mapping[str, float]
-    kept: tuple[float, float]
-    worked_on: tuple[float, float]
-
-
-class _AFEstimates:
-    """Load of the busiest resource of a step, the fill, and stalls where few micro-batches are in flight."""
-
-    def __init__(self) -> None:
-        self._loads: dict[AFChoice, _AFLoad] = {}
-
-    def of(self, af: AFModel) -> Estimate:
-        choice, model = af.choice, af.model
-        shared = replace(choice, in_flight=None)
-        if shared not in self._loads:
-            self._loads[shared] = _af_load(af)
-        load, p, n = self._loads[shared], choice.pipeline_groups, choice.n_microbatches
-        layers = model.n_boundaries / p
-        q = min(choice.in_flight or 4 * p, n)
-        stall = max(1.0, p * load.trip_s / (q * load.busiest_s / (n * layers))) * (1 + 0.1 * 2 * p / q)
-        step = load.busiest_s * (1 + 2 * (2 * p - 1) / (n * layers)) * stall
-        held = [
-            load.state[role]
-            + q * -(-model.n_boundaries // p) * load.kept[side]
-            + again * load.worked_on[side]
-            for side, (role, again) in enumerate(
-                (("attention", choice.recompute_attention), ("ffn", choice.recompute_ffn))
-            )
-        ]
-        memory = max(held) / (af.cluster.gpu.memory_bytes * USABLE_MEMORY)
-        return Estimate(choice.sequences * model.seq_length / step, memory)
-
-
-def _af_load(af: AFModel) -> _AFLoad:
-    choice, model, speed = af.choice, af.model, Speed(af.cluster)
-    p, n = choice.pipeline_groups, choice.n_microbatches
-    layers = model.n_boundaries / p
-    attention, experts = _typical(model, lambda b: af.stage_seconds(2 * b)), af.stage_seconds(1)
-    nic, link = af.exchange()
-    residual = (p > 1) * choice.group_sequences * model.seq_length * model.residual_bytes_per_token
-    out = 2 * (nic + residual) / (choice.attention_group_size * speed.nic)
-    back = 2 * max(nic / (choice.ffn_group_size * speed.nic), link / (choice.ffn_group_size * speed.link))
-    head = af.stage_seconds(2 * model.n_boundaries)
-    loads = (
-        n * (layers * (attention.forward + attention.backward) + head.forward + head.backward),
-        n * layers * (experts.forward + experts.backward),
-        n * layers * out,
-        n * layers * back,
-    )
-    full = replace(choice, recompute_attention=False, recompute_ffn=False)
-    return _AFLoad(
-        busiest_s=max(loads),
-        trip_s=attention.forward + attention.backward + experts.forward + experts.backward + 2 * out,
-        state=af_state_bytes(af, True),
-        kept=_kept(af),
-        worked_on=_kept(AFModel(model, af.cluster, full)),
-    )
-
-
-def _kept(af: AFModel) -> tuple[float, float]:
-    """Bytes that a mean attention stage and a mean expert stage keep of a micro-batch."""
-    kept, n = af.activation_bytes(), af.model.n_boundaries
-    sides = (sum(held for stage, held in kept.items() if stage % 2 == side) / n for side in (0, 1))
-    return next(sides), next(sides)
-
-
-def _typical(model: ModelCosts, seconds: Callable[[int], StageSeconds]) -> StageSeconds:
-    """The mean of a model's attention stages: the first has the embedding, and often layers without experts."""
-    times = [seconds(b) for b in range(model.n_boundaries)]
-    n = len(times)
-    return StageSeconds(
-        sum(t.forward for t in times) / n,
-        sum(t.backward for t in times) / n,
-        sum(t.weight for t in times) / n,
-    )
-
-
 # Rivals
 
 
-def _rival_choices(setting: Setting, system: str) -> Iterator[RivalChoice]:
-    gpus, model = setting.cluster.gpus, setting.model
+def _rival_choices(setting: Setting, cluster: Cluster, system: str) -> Iterator[RivalChoice]:
+    gpus, model = cluster.gpus, setting.model
     for p in [p for p in (1, 2, 4, 8, 16) if gpus % p == 0 and p <= model.n_boundaries]:
         replicas = gpus // p
         powers = [2**k for k in range(12) if replicas % 2**k == 0 and 2**k <= model.num_experts]
@@ -339,37 +284,6 @@ def _rival_choices(setting: Setting, system: str) -> Iterator[RivalChoice]:
 
 def _simulated_rival(rival: RivalModel, _: Result | None) -> Result:
     return rival_result(rival)
-
-
-def _rival_estimate(rival: RivalModel) -> Estimate:
-    choice, model, speed = rival.choice, rival.model, Speed(rival.cluster)
-    p, n, v = choice.pipeline_ranks, choice.n_microbatches, choice.chunks
-    nic, link = rival.exchange()
-    moved = 4 * max(nic / speed.nic, link / speed.link)
-    attention = _typical(model, lambda b: rival.stage_seconds(b * rival.width))
-    experts = rival.stage_seconds(1)
-    a = attention.forward + attention.backward
-    f = (experts.forward + experts.backward) * choice.parts
-    if rival.is_dual:
-        layer = max(a + f, moved)
-    elif choice.parts > 1:
-        layer = a + max(f, moved) + min(f, moved) / choice.parts
-    else:
-        layer = a + f + moved
-    head = rival.stage_seconds(model.n_boundaries * rival.width)
-    last = head.forward + head.backward
-    fill = (p - 1) / v
-    if rival.is_dual:  # the first forwards and the last backwards have nothing to hide behind
-        fill = (p / 2 - 1) * 0.6 + p / 2 * moved / layer if p > 1 else moved / layer
-    per_rank = max(layer * -(-model.n_boundaries // (p * v)) * v, layer * model.n_boundaries / p + last)
-    step = per_rank * (n + max(fill, 0))
-    kept = rival.activation_bytes()
-    in_flight = min(n, p * (1 + (p - 1) / (p * v)) if v > 1 else p + rival.is_dual)
-    held = in_flight / p * sum(kept.values()) / rival.directions
-    used = held + rival_state_bytes(rival, True)
-    return Estimate(
-        rival.sequences * model.seq_length / step, used / (rival.cluster.gpu.memory_bytes * USABLE_MEMORY)
-    )
 
 
 def _pinned(sizes: Iterable[int], wanted: int | None) -> list[int]:

@@ -45,6 +45,11 @@ def test_abstract_af_pipe_forward(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(document["idle"]) == {"attention.0", "attention.1", "ffn.0", "ffn.1"}
 
 
+def _mixed(*options: str) -> list[str]:
+    fixed = "simulate --model OLMoE --cluster H800 --seq-length 2048 --sequences-per-gpu 2"
+    return [*fixed.split(), *options]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -84,6 +89,12 @@ def test_abstract_af_pipe_forward(capsys: pytest.CaptureFixture[str]) -> None:
         (["simulate"], "give --model, --cluster and --seq-length"),
         (["simulate", "--plan", "nowhere.json"], "cannot read plan file nowhere.json"),
         (["reproduce", "fig99"], "unknown figure 'fig99'"),
+        (_mixed("--ffn-cluster", "H99", "--ffn-nodes", "1"), "cluster 'H99' is not in the catalogue"),
+        (_mixed("--nodes", "1", "--ffn-cluster", "H20"), "say with --ffn-nodes how many --ffn-cluster has"),
+        (_mixed("--ffn-nodes", "1"), "--ffn-nodes needs --ffn-cluster"),
+        (_mixed("--ffn-cluster", "H20", "--plan", "plan.json"), "a plan has one kind of nodes"),
+        (_mixed("--ffn-cluster", "H20", "--schedule", "1f1b"), "a plan has one kind of nodes"),
+        (_mixed("--ffn-cluster", "H20", "--ffn-nodes", "0"), "nodes of cluster 'H20' must be a whole number"),
     ],
 )
 def test_bad_input_is_one_clear_line(
@@ -117,6 +128,18 @@ def test_a_model_on_a_cluster_side_by_side(capsys: pytest.CaptureFixture[str], t
     names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"0F0", "0SEND[dispatch.0]0"} <= names
     assert picture.stat().st_size > 0
+
+
+def test_two_kinds_of_nodes_keep_the_keys_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = "--nodes 1 --ep-size 4 --micro-batch-size 1 --pipeline-groups 1 --schedules af_pipe,megatron_1f1b"
+    one = _json(capsys, _mixed(*fixed.split()))
+    two = _json(capsys, _mixed(*fixed.split(), "--ffn-cluster", "H20", "--ffn-nodes", "1"))
+    assert (two["cluster"], two["gpus"]) == ("1 x H800-SXM5 + 1 x H20", 16)
+    for row, other in zip(one["results"], two["results"], strict=True):
+        assert row.keys() == other.keys()
+    ours, rival = (row["options"]["placement"] for row in two["results"])
+    assert ours == "attention on H800-SXM5, FFN on H20"
+    assert rival in ("lockstep", "side by side", "1 x H800-SXM5 alone", "1 x H20 alone")
 
 
 def test_a_plan_file_is_simulated_action_by_action(

@@ -195,7 +195,7 @@ def _planned_share(name: str, seq_length: int) -> tuple[float, Sequence[str]]:
     base = setting(name, seq_length)
     workload = TrainingWorkload(seq_length, sequences_per_gpu=base.sequences // base.cluster.gpus)
     options = SizingOptions(dedup=base.dedup, shard_optimizer=None, free_nics=True)
-    found = size(SizingProblem(base.model, base.cluster, workload, options), alternatives=0)
+    found = size(SizingProblem(base.model, base.equal_nodes, workload, options), alternatives=0)
     return found.attention_gpus / found.world_size, ()
 
 
@@ -304,7 +304,7 @@ def _plain_model(name: str, seq_length: int, nodes: int) -> RivalModel:
     assert base.ep_size is not None
     n = base.sequences // base.cluster.gpus
     choice = RivalChoice("megatron_1f1b", 1, base.ep_size, 1, 1, n, 1, base.dedup)
-    return RivalModel(base.model, base.cluster, choice)
+    return RivalModel(base.model, base.equal_nodes, choice)
 
 
 def _plain(name: str, seq_length: int, nodes: int) -> Result:

@@ -1,0 +1,117 @@
+"""A system whose workers are all alike, on a cluster of two kinds of nodes: the best of what it can do there.
+
+    lockstep        one copy on all GPUs. Its all-to-alls keep them in step: everything takes as long as on the kind slower at it
+    one kind alone  one copy on either kind; the other idles, and is charged for
+    side by side    a copy on each kind, with sizes of its own, as uneven data-parallel replicas: the batch is shared out by the
+                    speed of matmuls of each kind's GPUs
+
+Side by side is an upper bound in the system's favour. It leaves out the sums of gradients between the two copies, and adds their
+speeds as if sequences and micro-batches could be cut anywhere for both to end at once. Pipelines with more layers on the faster
+kind, and experts shared out by speed, are not modelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from disagmoe_compile.errors import InputError
+from disagmoe_compile.planner.hardware import Cluster
+from disagmoe_compile.simulator.mixed_cluster import AnyCluster, MixedCluster, mean_flops
+from disagmoe_compile.simulator.results import Result
+from disagmoe_compile.simulator.timeline import Share
+
+Search = Callable[[Cluster, int, Result | None], Result]
+"""On equal nodes, with at most so many sequences a step: the best sizes, or the result to beat where none is better. Raises
+InputError where there are none.
+"""
+
+
+def best_placed(cluster: MixedCluster, sequences: int, search: Search) -> Result:
+    """The fastest that fits in memory; `placement` in its options says which it is. Nodes that are all equal are one cluster.
+
+    Raises InputError where there are no sizes for any.
+    """
+    whole = cluster.in_lockstep()
+    if cluster.is_one_kind:
+        return charged(search(whole, sequences, None), cluster, whole, "lockstep")
+    found: Result | None = None
+    refused: list[InputError] = []
+    try:
+        copies = [search(kind, n, None) for kind, n in zip(cluster.kinds, _shares(cluster, sequences))]
+        found = side_by_side(cluster, copies)
+    except InputError as error:  # sizes that are pinned for all GPUs may be too many for some
+        refused.append(error)
+    alone = [(kind, f"{kind.nodes} x {kind.name} alone") for kind in cluster.kinds]
+    for nodes, placement in ((whole, "lockstep"), *alone):
+        try:
+            better = search(nodes, sequences, found)
+        except InputError as error:
+            refused.append(error)
+            continue
+        if better is not found:
+            found = charged(better, cluster, nodes, placement)
+    if found is None:
+        raise refused[0]
+    return found
+
+
+def side_by_side(cluster: MixedCluster, copies: Sequence[Result]) -> Result:
+    """One step of a copy on each kind of nodes, in the kinds' order, as if both ended at once; see the module docstring.
+
+    What is critical, and the timeline, are those of the copy that computes longer; memory is the fuller worker's.
+    """
+    tokens = sum(copy.tokens for copy in copies)
+    step = tokens / sum(copy.tokens / copy.step_s for copy in copies)
+    even = [_lasting(copy, step) for copy in copies]
+    return replace(
+        max(even, key=lambda copy: float(copy.critical.busy)),
+        tokens=tokens,
+        gpus=cluster.gpus,
+        exposed_s=sum(copy.exposed_s * copy.gpus for copy in even) / cluster.gpus,
+        bound=max((copy.bound for copy in even), key=lambda bound: bound.seconds),
+        mfu=sum(copy.mfu * _peak(kind) for copy, kind in zip(copies, cluster.kinds)) / _peak(cluster),
+        activation_bytes={"worker": max(copy.activation_bytes["worker"] for copy in copies)},
+        peak_bytes={"worker": max(copy.peak_bytes["worker"] for copy in copies)},
+        fits=all(copy.fits for copy in copies),
+        options={
+            "placement": "side by side",
+            "copies": [
+                {"cluster": kind.name, "gpus": copy.gpus, "tokens": copy.tokens, **copy.options}
+                for copy, kind in zip(copies, cluster.kinds)
+            ],
+        },
+    )
+
+
+def _lasting(copy: Result, step: float) -> Result:
+    """At the same speed with a share of the batch that takes `step` seconds."""
+    share, bound, scale = copy.critical, copy.bound, step / copy.step_s
+    return replace(
+        copy,
+        step_s=step,
+        exposed_s=copy.exposed_s * scale,
+        critical=Share(share.busy * scale, share.exposed * scale, share.bubble * scale),
+        bound=replace(bound, seconds=bound.seconds * scale, critical_path=bound.critical_path * scale),
+    )
+
+
+def charged(result: Result, cluster: MixedCluster, on: Cluster, placement: str) -> Result:
+    """A result of some nodes, or of all at the slower kind's pace, charged for all GPUs of the cluster."""
+    return replace(
+        result,
+        gpus=cluster.gpus,
+        mfu=result.mfu * _peak(on) / _peak(cluster),
+        options={"placement": placement, **result.options},
+    )
+
+
+def _shares(cluster: MixedCluster, sequences: int) -> tuple[int, int]:
+    """Of the batch, at least one sequence each."""
+    one, other = (_peak(kind) * kind.efficiencies.gemm.value for kind in cluster.kinds)
+    first = max(1, min(round(sequences * one / (one + other)), sequences - 1))
+    return first, max(1, sequences - first)
+
+
+def _peak(cluster: AnyCluster) -> float:
+    return mean_flops(cluster) * cluster.gpus

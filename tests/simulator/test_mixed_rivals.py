@@ -1,0 +1,116 @@
+"""Systems of equal workers on two kinds of nodes: the best of lockstep, one kind alone, and a copy on each."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from disagmoe_compile.errors import InputError
+from disagmoe_compile.models.catalogue import find_model
+from disagmoe_compile.planner.hardware import Cluster, find_cluster
+from disagmoe_compile.planner.model_spec import layer_pattern
+from disagmoe_compile.planner.step_costs import model_costs
+from disagmoe_compile.simulator.bound import Bound
+from disagmoe_compile.simulator.mixed_cluster import MixedCluster
+from disagmoe_compile.simulator.mixed_rivals import Search, best_placed
+from disagmoe_compile.simulator.results import Result
+from disagmoe_compile.simulator.search import Setting, best
+from disagmoe_compile.simulator.timeline import Share
+
+MIXED = MixedCluster(find_cluster("H800-SXM5", 2), find_cluster("H20", 2))
+WHOLE = MIXED.in_lockstep()
+
+
+def _result(nodes: Cluster, tokens_per_s: float, tokens: int, fits: bool = True) -> Result:
+    """A step of so many tokens, half of it computing, a quarter exposed; it cannot be shorter than 0.8 of that."""
+    step = tokens / tokens_per_s
+    kept = dict.fromkeys((field.name for field in fields(Result)), None)
+    given = {
+        "step_s": step,
+        "tokens": tokens,
+        "gpus": nodes.gpus,
+        "exposed_s": step / 4,
+        "critical": Share(step / 2, step / 4, step / 4),
+        "bound": Bound(0.8 * step, "compute", 0.5 * step),
+        "mfu": 0.5,
+        "activation_bytes": {"worker": 1.0},
+        "peak_bytes": {"worker": tokens_per_s},
+        "fits": fits,
+        "options": {"ep_size": 8},
+    }
+    return Result(**kept | given)  # type: ignore[arg-type]
+
+
+def _search(speed: dict[Cluster, float], misfits: tuple[Cluster, ...] = ()) -> Search:
+    """Of systems that reach so many tokens/s on some nodes, and have no sizes on others; sequences are tokens here."""
+
+    def search(nodes: Cluster, sequences: int, beat: Result | None) -> Result:
+        if nodes not in speed:
+            raise InputError(f"no sizes on {nodes.gpus} GPUs")
+        found = _result(nodes, speed[nodes], sequences, nodes not in misfits)
+        both = (found,) if beat is None else (beat, found)
+        return max(both, key=lambda one: (one.fits, one.tokens / one.step_s))
+
+    return search
+
+
+@pytest.mark.parametrize(
+    ("lockstep", "h800", "h20", "placement", "tokens_per_s"),
+    [
+        (900.0, 500.0, 100.0, "lockstep", 900.0),
+        (500.0, 500.0, 100.0, "side by side", 600.0),
+        (500.0, None, 100.0, "lockstep", 500.0),
+        (None, 500.0, None, "2 x H800-SXM5 alone", 500.0),
+        (50.0, None, 100.0, "2 x H20 alone", 100.0),
+    ],
+)
+def test_a_rival_takes_the_fastest_placement(
+    lockstep: float | None, h800: float | None, h20: float | None, placement: str, tokens_per_s: float
+) -> None:
+    speeds = {WHOLE: lockstep, MIXED.attention: h800, MIXED.ffn: h20}
+    found = best_placed(MIXED, 1000, _search({on: v for on, v in speeds.items() if v is not None}))
+    assert found.options["placement"] == placement
+    assert found.tokens_per_s_per_gpu == pytest.approx(tokens_per_s / 32)
+
+
+def test_a_placement_that_fits_in_memory_beats_faster_ones_that_do_not() -> None:
+    speeds = {WHOLE: 900.0, MIXED.attention: 500.0, MIXED.ffn: 100.0}
+    found = best_placed(MIXED, 1000, _search(speeds, (WHOLE, MIXED.attention)))
+    assert (found.options["placement"], found.fits) == ("2 x H20 alone", True)
+
+
+def test_no_sizes_anywhere_is_an_error() -> None:
+    with pytest.raises(InputError, match="no sizes on 16 GPUs"):
+        best_placed(MIXED, 1000, _search({}))
+
+
+def test_side_by_side_adds_speeds_and_charges_all_gpus() -> None:
+    """3 : 1 in speed as in matmuls: 750 and 250 tokens, each a step of the same length."""
+    slower = replace(MIXED.attention, name="slower", gpu=replace(MIXED.attention.gpu, flops=989e12 / 3))
+    mixed = MixedCluster(MIXED.attention, slower)
+    found = best_placed(mixed, 1000, _search({mixed.attention: 300.0, slower: 100.0}))
+    assert (found.tokens, found.step_s, found.gpus) == (1000, 2.5, 32)
+    assert found.exposed_s == pytest.approx(2.5 / 4) and found.mfu == pytest.approx(0.5)
+    assert found.critical == Share(1.25, 0.625, 0.625) and found.bound.seconds == pytest.approx(2.0)
+    assert found.peak_bytes == {"worker": 300.0}
+    assert [(copy["cluster"], copy["tokens"]) for copy in found.options["copies"]] == [
+        ("H800-SXM5", 750),
+        ("slower", 250),
+    ]
+
+
+def test_a_kind_alone_is_charged_for_the_other() -> None:
+    found = best_placed(MIXED, 1000, _search({MIXED.attention: 500.0}))
+    assert found.gpus == 32
+    assert found.mfu == pytest.approx(0.5 * 989 / (989 + 148))
+
+
+@pytest.mark.parametrize("system", ["megatron_1f1b", "dualpipe"])
+def test_a_rival_is_never_worse_than_on_either_kind_alone_or_in_lockstep(system: str) -> None:
+    spec = replace(find_model("DeepSeek-MoE-16B"), layers=layer_pattern(8))
+    setting = Setting(model_costs(spec, seq_length=4096), MIXED, 128, simulated=1)
+    found = best(setting, system)
+    for nodes in (*MIXED.kinds, WHOLE):
+        alone = best(replace(setting, cluster=nodes), system)
+        assert found.tokens_per_s_per_gpu * 32 >= alone.tokens_per_s_per_gpu * nodes.gpus
