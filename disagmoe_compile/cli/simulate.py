@@ -47,7 +47,7 @@ def simulate(
         typer.Option(
             metavar="NAME|FILE",
             help="A second kind of nodes: FFN ranks run on these, attention ranks on those of --cluster.",
-            show_default="none: all on --cluster",
+            show_default="all on --cluster",
         ),
     ] = None,
     ffn_nodes: Annotated[int | None, typer.Option(help="Nodes of --ffn-cluster, beside --nodes.")] = None,

@@ -20,6 +20,7 @@ from disagmoe_compile.simulator.assumptions import Assumptions
 from disagmoe_compile.simulator.mixed_cluster import MixedCluster
 from disagmoe_compile.simulator.results import USABLE_MEMORY, Result, af_result, model_flops
 from disagmoe_compile.simulator.search import Setting, best
+from disagmoe_compile.simulator.timeline import simulate_program
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +144,17 @@ def test_ranks_per_node_are_those_of_the_side(model: ModelCosts) -> None:
 
     assert of(large, small)[0] > of(large, large)[0] == of(small, large)[0]
     assert (of(large, small)[1], of(small, large)[1]) == ("link", "nic out")
+
+
+def test_a_rehearsal_knows_the_links_of_both_sides(model: ModelCosts, mixed: MixedCluster) -> None:
+    """As long as the simulated step, where no gradients are summed; with the slower NICs on either side."""
+    slow = replace(mixed.ffn, nic_bytes_per_s=mixed.ffn.nic_bytes_per_s / 8)
+    choice = AFChoice(2, 1, 8, 1, 8, Dedup.NODE, in_flight=8, order="list")
+    for cluster in (MixedCluster(mixed.attention, slow), MixedCluster(slow, mixed.attention)):
+        af = AFModel(model, cluster, choice)
+        order = af.orders()[0]
+        step = simulate_program(af.program(order.schedule())).makespan
+        assert step == pytest.approx(order.makespan, rel=1e-9)
 
 
 def test_all_gpus_count_whether_they_have_a_rank_or_not(model: ModelCosts, mixed: MixedCluster) -> None:
