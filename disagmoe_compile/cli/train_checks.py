@@ -122,7 +122,7 @@ def check_plan_sizes(plan: Plan | Sizing, sizes: GroupSizes, batch_size: int | N
 
 def num_experts_of(model: torch.nn.Module) -> int | None:
     """Experts a layer as the model's config states them; None for a model without such a config."""
-    from disagmoe_compile.models.hf import ALIASES
+    from disagmoe_compile.models.config_names import ALIASES
 
     config = getattr(model, "config", None)
     if config is None:

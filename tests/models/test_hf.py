@@ -11,6 +11,8 @@ import torch
 
 from disagmoe_compile.errors import InputError
 from disagmoe_compile.models import hf
+from disagmoe_compile.models.hf_configs import transformers_package
+from disagmoe_compile.models.hf_families import model_names
 
 pytest.importorskip("transformers")
 
@@ -93,14 +95,14 @@ def test_an_unknown_override_lists_near_names() -> None:
 
 def test_missing_transformers_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    hf._transformers.cache_clear()
-    hf._model_names.cache_clear()
+    transformers_package.cache_clear()
+    model_names.cache_clear()
     try:
         with pytest.raises(InputError, match=r"pip install .*transformers"):
             hf.build("qwen3_moe")
     finally:
-        hf._transformers.cache_clear()
-        hf._model_names.cache_clear()
+        transformers_package.cache_clear()
+        model_names.cache_clear()
 
 
 def test_what_an_initialisation_leaves_at_zero_is_random() -> None:
