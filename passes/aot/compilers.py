@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch._dynamo.utils import counters
 from torch._functorch.partitioners import default_partition
+from torch.fx.experimental import _config as shapes_config
 
 from disagmoe_compile.errors import InputError
 from disagmoe_compile.passes.aot.joint import graph_outputs
@@ -69,16 +70,50 @@ class Inductor:
         from torch._inductor.compile_fx import compile_fx_inner
 
         _pin_output_strides(graph)
+        sizes = _sizes_as_inputs(graph)
         examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
-        with config.patch(INDUCTOR_SETTINGS):
+        with config.patch(INDUCTOR_SETTINGS), shapes_config.patch(SHAPE_SETTINGS):
             compiled = compile_fx_inner(graph, examples, is_backward=backward, is_inference=inference)
-        return compiled  # type: ignore[return-value]
+        if not sizes:
+            return compiled  # type: ignore[return-value]
+
+        def boxed(inputs: list[Any]) -> Sequence[Any]:
+            arguments = [inputs[position].shape[dim] for position, dim in sizes] + inputs
+            inputs.clear()
+            return compiled(arguments)  # type: ignore[operator, no-any-return]
+
+        return boxed
 
 
 # The disk cache is what lets one rank compile for all, so a user's switch must not turn it off. Measured on two cores, nothing
 # else pays: C++ time is parsing headers (-O1 saves under 10%), min-cut partitioning makes more kernels to compile, and
 # Inductor's own two compile threads need no pool of processes as long as triton is absent.
 INDUCTOR_SETTINGS: dict[str, Any] = {"fx_graph_cache": True}
+
+# The number of rows while tracing is an example, not to choose code by: sums over rows that are right for more than 4096 of them
+# alone (Inductor's cascades) would be no use to any other call.
+SHAPE_SETTINGS: dict[str, Any] = {"backed_size_oblivious": True}
+
+
+def _sizes_as_inputs(graph: fx.GraphModule) -> list[tuple[int, int]]:
+    """Every symbolic size becomes an input, before the others; returns the (position, dim) it is read from.
+
+    Inductor keeps what its code assumes of sizes beside the code in its disk cache, but of sizes that are inputs alone. Of the
+    others a process that finds the code there would never hear.
+    """
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    values = [node.meta["val"] for node in placeholders]
+    known = {value.node.expr for value in values if isinstance(value, torch.SymInt)}
+    found: list[tuple[int, int]] = []
+    for position, value in enumerate(values):
+        for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.expr not in known:
+                known.add(size.node.expr)
+                found.append((position, dim))
+                with graph.graph.inserting_before(placeholders[0]):
+                    graph.graph.placeholder(f"size_{size.node.expr}").meta["val"] = size
+    graph.recompile()
+    return found
 
 
 def _pin_output_strides(graph: fx.GraphModule) -> None:

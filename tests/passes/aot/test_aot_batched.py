@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -18,13 +18,22 @@ from aot_programs import (
 from torch import Tensor
 
 from disagmoe_compile.errors import UnsupportedModelError
-from disagmoe_compile.passes.aot import StageCache, compile_experts, reference_experts
+from disagmoe_compile.passes.aot import StageCache, compile_experts, compilers, reference_experts
 from disagmoe_compile.passes.aot.batched import Padding, check_batched
 from disagmoe_compile.passes.program import ExpertsProgram
 from disagmoe_compile.runtime.stages import CompiledStage
 
 COUNTS = ([0, 0, 0, 0], [0, 1, 0, 0], [3, 0, 4, 2], [1, 1, 1, 1], [17, 40, 8, 0])
 SQUARE = (HIDDEN, HIDDEN)
+
+
+@pytest.fixture
+def empty_disk_cache() -> Iterator[None]:
+    """Inductor's, so that a test does not depend on what earlier runs left there."""
+    from torch._inductor.utils import fresh_cache
+
+    with fresh_cache():
+        yield
 
 
 def parameter_first(rows: Tensor, weight: Tensor, w: Tensor) -> Tensor:
@@ -74,11 +83,42 @@ def assert_equals_loop(stage: CompiledStage, program: ExpertsProgram, counts: li
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("style", STYLES)
-def test_batched_experts_equal_the_loop_for_any_number_of_rows(compiler: str, style: str) -> None:
+def test_batched_experts_equal_the_loop_for_any_number_of_rows(
+    empty_disk_cache: None, compiler: str, style: str
+) -> None:
     program = experts_program(*STYLES[style])
     stage = compile_experts(program, 4, compiler=compiler, training=True, lowering="vmap", cache=StageCache())
     for counts in COUNTS:
         assert_equals_loop(stage, program, counts)
+
+
+def compiled_sum_over_rows() -> tuple[CompiledStage, ExpertsProgram]:
+    """The gradient of the parameter is a sum over rows."""
+
+    def scaled(rows: Tensor, weight: Tensor, w: Tensor) -> Tensor:
+        return rows * w * weight[:, None]
+
+    program = experts_program(scaled, ((HIDDEN,),))
+    how = {"compiler": "inductor", "training": True, "lowering": "vmap", "split_weight_gradient": False}
+    return compile_experts(program, 4, cache=StageCache(), **how), program  # type: ignore[arg-type]
+
+
+def test_code_for_sums_over_rows_is_right_for_few_of_them_and_for_many(empty_disk_cache: None) -> None:
+    """While tracing there are 8191; from 4097 on Inductor has other code, which it must not choose."""
+    stage, program = compiled_sum_over_rows()
+    for counts in (*COUNTS, [9000, 17, 5000, 0]):
+        assert_equals_loop(stage, program, counts)
+
+
+def test_what_code_assumes_of_sizes_is_known_where_it_comes_from_the_disk_cache(
+    empty_disk_cache: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilers, "SHAPE_SETTINGS", {})  # Inductor assumes more than 4096 rows
+    before = compilers.fx_graph_cache_hits()
+    for _ in range(2):
+        with pytest.raises(UnsupportedModelError, match=r"the traced graph assumes s\d+ .* fails for 2 rows"):
+            compiled_sum_over_rows()
+    assert compilers.fx_graph_cache_hits() > before
 
 
 @pytest.mark.parametrize("name", ["parameter first", "matrix of each head", "normed rows"])
