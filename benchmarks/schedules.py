@@ -14,12 +14,13 @@ from dataclasses import replace
 
 from disagmoe_compile.passes.schedule.af_pipe import af_pipe
 from disagmoe_compile.passes.schedule.in_order import in_order
-from disagmoe_compile.passes.schedule.list_schedule import Rehearsal, list_schedule
+from disagmoe_compile.passes.schedule.list_schedule import list_schedule
 from disagmoe_compile.passes.schedule.lower import lower_lists
+from disagmoe_compile.passes.schedule.rehearsal import Rehearsal
 from disagmoe_compile.plan.ir import Schedule, TransferKind
+from disagmoe_compile.plan.sharing import Leg
 from disagmoe_compile.simulator.abstract import AFShape, af_program, resident_activations
 from disagmoe_compile.simulator.bound import lower_bound
-from disagmoe_compile.simulator.engine import Leg
 from disagmoe_compile.simulator.program import Program
 from disagmoe_compile.simulator.timeline import simulate_program
 
@@ -41,7 +42,7 @@ def main() -> None:
                 times = {"A": a, "F": f, "C": c, "BA": 2 * a, "WA": a, "BF": 2 * f, "WF": f}
                 base = _with_last_exchange(af_program(times, shape), c)
                 seconds = {key: float(value) for key, value in base.seconds.items()}
-                schedule = _schedule(order, shape, Rehearsal(seconds, c))
+                schedule = _schedule(order, shape, Rehearsal.of_exchanges(shape.topology, seconds, c))
                 program = replace(base, schedule=lower_lists(schedule, base.transfers, release_sends=False))
                 bound = lower_bound(program).seconds
                 ratios.append(float(simulate_program(program).makespan) / float(bound))

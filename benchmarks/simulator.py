@@ -38,7 +38,7 @@ def main() -> None:
     )
     for p in arguments.pipeline_groups:
         size = cluster.gpus // p // 2
-        for order, in_flight in (("rounds", None), ("in_order", None), ("list", 4 * p)):
+        for order, in_flight in (("rounds", None), ("in_order", None), ("list", 4 * p), ("list", 8 * p)):
             choice = AFChoice(
                 p, size, size, 1, arguments.n_microbatches, Dedup.NODE, in_flight=in_flight, order=order
             )
@@ -53,8 +53,9 @@ def main() -> None:
             actions = sum(map(len, program.schedule.actions.values()))
             ratio = float(timeline.makespan) / float(bound.seconds)
             verdict = "" if simulating < BAR_S else "  over the bar"
+            name = order if in_flight is None else f"{order} {in_flight}"
             out(
-                f"{p:>7}{order:>9}{actions:>9}{lists:>8.2f}{simulating:>10.2f}{bounding:>7.2f}{ratio:>24.3f}{verdict}\n"
+                f"{p:>7}{name:>9}{actions:>9}{lists:>8.2f}{simulating:>10.2f}{bounding:>7.2f}{ratio:>24.3f}{verdict}\n"
             )
 
 

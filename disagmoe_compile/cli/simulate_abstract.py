@@ -12,6 +12,7 @@ from rich.table import Table
 from disagmoe_compile.cli.output import Output
 from disagmoe_compile.cli.simulate_model import Shown
 from disagmoe_compile.errors import InputError
+from disagmoe_compile.plan.sharing import Number
 from disagmoe_compile.simulator.abstract import (
     SCHEDULES,
     AFShape,
@@ -22,7 +23,6 @@ from disagmoe_compile.simulator.abstract import (
 )
 from disagmoe_compile.simulator.bound import lower_bound
 from disagmoe_compile.simulator.program import Program
-from disagmoe_compile.simulator.sharing import Number
 from disagmoe_compile.simulator.timeline import Timeline, simulate_program
 
 

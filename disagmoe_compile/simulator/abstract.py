@@ -21,13 +21,12 @@ from disagmoe_compile.passes.schedule.lower import lower_lists
 from disagmoe_compile.plan.action import ActionKind
 from disagmoe_compile.plan.completeness import peak_residency
 from disagmoe_compile.plan.ir import Schedule, Transfer
+from disagmoe_compile.plan.sharing import Leg, Link, Number
 from disagmoe_compile.plan.topology import Group, Role, Topology
 from disagmoe_compile.plan.transfers import BoundarySizes, build_transfers
 from disagmoe_compile.simulator.dualpipe import chains, dualpipe
-from disagmoe_compile.simulator.engine import Leg
 from disagmoe_compile.simulator.pipelines import gpipe, hops, interleaved_1f1b, one_f_one_b, zb1p
 from disagmoe_compile.simulator.program import Program
-from disagmoe_compile.simulator.sharing import Link, Number
 
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb1p", "dualpipe", "gpipe", "af_pipe")
 _F, _B = ActionKind.FORWARD, ActionKind.BACKWARD

@@ -13,21 +13,23 @@ share a node still talk over NICs, as in the planner.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from disagmoe_compile.errors import InputError
 from disagmoe_compile.passes.schedule.af_pipe import af_pipe
 from disagmoe_compile.passes.schedule.in_order import in_order
-from disagmoe_compile.passes.schedule.list_schedule import Rehearsal, Rehearsed, rehearse
+from disagmoe_compile.passes.schedule.list_schedule import Rehearsed, rehearse
 from disagmoe_compile.passes.schedule.lower import lower_lists
+from disagmoe_compile.passes.schedule.rehearsal import Message, Rehearsal
 from disagmoe_compile.plan.action import ActionKind
 from disagmoe_compile.plan.ir import Direction, Schedule, Transfer, TransferKind
+from disagmoe_compile.plan.sharing import Leg, Link
 from disagmoe_compile.plan.topology import Group, Role, Topology
 from disagmoe_compile.plan.transfers import BoundarySizes, build_transfers
 from disagmoe_compile.planner.step_costs import Dedup, ModelCosts, exchange_bytes
 from disagmoe_compile.simulator.assumptions import Assumptions
-from disagmoe_compile.simulator.engine import Leg
 from disagmoe_compile.simulator.mixed_cluster import AnyCluster, MixedCluster, side
 from disagmoe_compile.simulator.program import Program, Queueing
 from disagmoe_compile.simulator.stage_times import Speed, StageSeconds, effective_ranks
@@ -184,24 +186,26 @@ class AFModel:
             self.topology,
             self.choice.n_microbatches,
             in_flight=self.choice.in_flight or 4 * self.choice.pipeline_groups,
-            rehearsal=self._rehearsal(),
+            rehearsal=self.rehearsal(),
             limit=limit,
         )
 
-    def _rehearsal(self) -> Rehearsal:
-        links, tokens = self.links(), self.choice.group_sequences * self.model.seq_length
-        attention, ffn = (Group(role, 0) for role in (Role.ATTENTION, Role.FFN))
-        exchange, copied = self.exchange()
+    def rehearsal(self) -> Rehearsal:
+        """The program's times and messages, for list scheduling."""
+        messages: defaultdict[tuple[Direction, int], list[Message]] = defaultdict(list)
+        sums: dict[int, tuple[Leg, ...]] = {}
+        for transfer in self.transfers():
+            if transfer.kind is not TransferKind.COLLECTIVE:
+                messages[transfer.direction, transfer.src].append(Message(transfer.dst, self.legs(transfer)))
+            elif self.choice.attention_group_size > 1:
+                sums[transfer.src] = self.legs(transfer)
         launch = self.assumptions.launch_s
         return Rehearsal(
             {action: seconds + launch for action, seconds in self.action_seconds().items()},
-            exchange=exchange,
-            residual=tokens * self.model.residual_bytes_per_token,
-            copied=copied,
-            attention_rate=links[_link(attention, "nic out")],
-            ffn_rate=links[_link(ffn, "nic out")],
-            inside_rate=links[_link(ffn, "link")],
-            latency=self.assumptions.message_latency_s,
+            messages,
+            self.links(),
+            sums,
+            self.assumptions.message_latency_s,
         )
 
     def program(self, schedule: Schedule | None = None, queueing: Queueing = Queueing.LIST) -> Program:
@@ -220,7 +224,7 @@ class AFModel:
             transfers=transfers,
             seconds=self.action_seconds(),
             messages={t.name: self.legs(t) for t in transfers},
-            links=dict(self.links().items()),
+            links=self.links(),
             latency=self.assumptions.message_latency_s,
             overhead=self.assumptions.launch_s,
             queueing=queueing,
@@ -258,9 +262,9 @@ class AFModel:
 
     # Communication
 
-    def links(self) -> dict[tuple[str, str], float]:
+    def links(self) -> dict[Link, float]:
         """Bytes/s of each group's ranks together."""
-        found: dict[tuple[str, str], float] = {}
+        found: dict[Link, float] = {}
         for group in self.topology.groups:
             speed = self._speed(group.role)
             size = len(self.topology.ranks_of_group(group))

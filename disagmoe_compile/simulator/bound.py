@@ -16,11 +16,10 @@ from graphlib import TopologicalSorter
 
 from disagmoe_compile.plan.action import COMPUTE_KINDS, ActionKind
 from disagmoe_compile.plan.ir import Direction, Transfer
+from disagmoe_compile.plan.sharing import Leg, Link, Number
 from disagmoe_compile.plan.steps import BACKWARD_INPUTS, BACKWARD_WEIGHTS, parts_of
 from disagmoe_compile.plan.transfers import Routes
-from disagmoe_compile.simulator.engine import Leg
 from disagmoe_compile.simulator.program import Program
-from disagmoe_compile.simulator.sharing import Link, Number
 
 Node = tuple[str, Hashable]
 

@@ -1,7 +1,7 @@
 """Discrete events: tasks, what each comes after, and what each takes.
 
 A task starts when everything it comes after has ended. It takes a `delay`, or moves amounts over links that it shares with others
-(`sharing.py`) and then takes its delay (a message's latency). Order in a queue is nothing but "comes after the one before".
+(`plan/sharing.py`) and then takes its delay (a message's latency). Order in a queue is nothing but "comes after the one before".
 
     F0 ──> SEND 0 ──> message 0 ──> WAIT 0 ──> F1        a chain over two workers; `message 0` has links, F0 and F1 delays
 
@@ -17,15 +17,7 @@ from dataclasses import dataclass, field
 
 import networkx as nx
 
-from disagmoe_compile.simulator.sharing import Link, Network, Number
-
-
-@dataclass(frozen=True, slots=True)
-class Leg:
-    """One part of a move: `amount` over all `links` at the same rate. The legs of a task move side by side."""
-
-    amount: Number
-    links: tuple[Link, ...]
+from disagmoe_compile.plan.sharing import Leg, Link, Network, Number
 
 
 @dataclass(slots=True)

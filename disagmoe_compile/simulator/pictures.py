@@ -9,7 +9,7 @@ from typing import Any
 
 from disagmoe_compile.errors import InputError
 from disagmoe_compile.plan.action import Action, ActionKind
-from disagmoe_compile.simulator.sharing import Number
+from disagmoe_compile.plan.sharing import Number
 from disagmoe_compile.simulator.timeline import Timeline
 
 COLOURS = {

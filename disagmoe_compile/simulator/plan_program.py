@@ -20,12 +20,11 @@ from typing import Any
 from disagmoe_compile.errors import InputError
 from disagmoe_compile.plan.action import COMPUTE_KINDS, Action, ActionKind
 from disagmoe_compile.plan.ir import Plan, Schedule, TokenDim, Transfer, TransferKind
+from disagmoe_compile.plan.sharing import Leg, Link
 from disagmoe_compile.plan.topology import Role
 from disagmoe_compile.planner.hardware import Cluster
 from disagmoe_compile.planner.step_costs import expected_copies
-from disagmoe_compile.simulator.engine import Leg
 from disagmoe_compile.simulator.program import Program, Queueing
-from disagmoe_compile.simulator.sharing import Link
 
 
 @dataclass(frozen=True, slots=True)

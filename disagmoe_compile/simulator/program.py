@@ -4,8 +4,9 @@ Three readings of a list (`Queueing`), from today's CPU runtime to an ideal GPU:
     host      the list is one queue, and every WAIT holds it up, that for a send buffer included. A message moves once it is sent
               AND its receive is posted (rendezvous, as gloo does), beside others; receives of dispatches are posted by a
               progress thread that takes them in list order, as the runtime's does
-    list      compute runs one action at a time in list order; sends leave as soon as what they wait for has run, one after the
-              other as on one stream, into buffers that are there already (one-sided writes, as DeepEP does)
+    list      compute runs one action at a time in list order; sends leave as soon as what they wait for has run, those to one
+              group one after the other and those to another beside them (ProcessGroupNCCL has a stream for each pair of ranks),
+              into buffers that are there already (one-sided writes, as DeepEP does)
     stream    as list, but each stream is a queue; forward and backward share the group's compute when both have work, so that two
               streams make no more FLOPs than one
 
@@ -21,11 +22,11 @@ from enum import StrEnum
 from disagmoe_compile.errors import PlanError
 from disagmoe_compile.plan.action import COMPUTE_KINDS, Action, ActionKind, Stream
 from disagmoe_compile.plan.ir import Direction, Schedule, Transfer, TransferKind
+from disagmoe_compile.plan.sharing import Leg, Link, Number
 from disagmoe_compile.plan.steps import Message, parts_of
 from disagmoe_compile.plan.topology import Group
 from disagmoe_compile.plan.violation import grid
-from disagmoe_compile.simulator.engine import Deadlock, Leg, Tasks, Times, run
-from disagmoe_compile.simulator.sharing import Link, Number
+from disagmoe_compile.simulator.engine import Deadlock, Tasks, Times, run
 
 
 class Queueing(StrEnum):
@@ -129,6 +130,12 @@ class _Builder:
         self.receives: set[Message] = set()
         self.is_host = program.queueing is Queueing.HOST
         self.is_stream = program.queueing is Queueing.STREAM
+        self.receiver = {
+            (action.transfer, action.microbatch): group
+            for group, actions in program.schedule.actions.items()
+            for action in actions
+            if action.kind is ActionKind.RECV
+        }
 
     def add_list(self, group: Group, actions: Sequence[Action]) -> None:
         last: dict[Hashable, int] = {}  # per queue its last task so far
@@ -185,8 +192,9 @@ class _Builder:
             before = before if own is None else [own]
             self.tasks.after[self.header.get(key, message)] += before
             if not self.is_host:
-                self.tasks.after[message] += [last["sent"]] if "sent" in last else []
-                last["sent"] = message
+                channel = ("sent to", self.receiver.get(key))
+                self.tasks.after[message] += [last[channel]] if channel in last else []
+                last[channel] = message
             return own
         if kind is ActionKind.RECV:
             self.receives.add(key)

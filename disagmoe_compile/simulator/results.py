@@ -9,6 +9,7 @@ from typing import Any
 
 from disagmoe_compile.passes.schedule.list_schedule import Rehearsed
 from disagmoe_compile.plan.collector import collector_paused
+from disagmoe_compile.plan.sharing import Number
 from disagmoe_compile.plan.topology import Group, Role
 from disagmoe_compile.planner.hardware import Cluster
 from disagmoe_compile.planner.sizing_problem import TrainingState
@@ -18,7 +19,6 @@ from disagmoe_compile.simulator.bound import Bound, lower_bound
 from disagmoe_compile.simulator.mixed_cluster import AnyCluster, MixedCluster, mean_flops
 from disagmoe_compile.simulator.program import Program
 from disagmoe_compile.simulator.rival_model import RivalModel
-from disagmoe_compile.simulator.sharing import Number
 from disagmoe_compile.simulator.timeline import Share, Timeline, least_bytes, simulate_program
 
 USABLE_MEMORY = 0.9
@@ -87,39 +87,55 @@ def af_result(af: AFModel, *, shard_optimizer: bool = True, program: Program | N
 
 
 def af_faster(af: AFModel, than: Result | None, *, shard_optimizer: bool = True) -> Result | Beaten:
-    """`af_result` of list scheduling, if it can be better than another result: faster, or the first that fits in memory.
+    """A choice of list scheduling, or the same in order if that is faster; only if it can be better than another result: faster,
+    or the first that fits in memory.
 
-    A simulated step is taken to be no shorter than its rehearsal, which leaves out only the sums of gradients over replicas.
+    A simulated step is taken to be no shorter than its rehearsal, in which groups also wait for the caps on what is in flight.
     """
-    tokens, limit = af.choice.sequences * af.model.seq_length, math.inf
-    if than is not None:
-        limit = tokens / (than.tokens_per_s_per_gpu * than.gpus)
-    orders = af.orders(limit if than is not None and than.fits else math.inf)
+    limit = math.inf
+    if than is not None and than.fits:
+        limit = af.choice.sequences * af.model.seq_length / (than.tokens_per_s_per_gpu * than.gpus)
+    orders = af.orders(limit)
     if not orders:
         return Beaten(fits=True)
-    found = _shortest_that_fits(af, orders, shard_optimizer)
-    if found is None and orders[0].makespan < limit and (than is None or not than.fits):
+    listed = _shortest_that_fits(af, orders, shard_optimizer)
+    ordered = _faster_in_order(af, limit if listed is None else listed.step_s, shard_optimizer)
+    if listed is None and ordered is None and (than is None or not than.fits):
         return _ordered(af, orders[0], shard_optimizer)
-    return found or Beaten(fits=False)
+    return ordered or listed or Beaten(fits=False)
+
+
+def _faster_in_order(af: AFModel, limit: float, shard_optimizer: bool) -> Result | None:
+    """With as many micro-batches in flight, and those of one layer more; None unless it fits and its step is shorter."""
+    if af.rehearsal().busiest(af.topology, af.choice.n_microbatches) >= limit:
+        return None
+    ordered = replace(af, choice=replace(af.choice, order="in_order"))
+    program = ordered.program()
+    held = least_bytes(program.schedule, af.activation_bytes(), af.message_bytes())
+    if not _can_fit(af, held, shard_optimizer) or lower_bound(program).seconds >= limit:
+        return None
+    result = _af_result(ordered, program, shard_optimizer)
+    return result if result.fits and result.step_s < limit else None
+
+
+def _can_fit(af: AFModel, held: Mapping[Group, Number], shard_optimizer: bool) -> bool:
+    """Most of what is held follows from lists, before any time is known."""
+    activation, state = _activation_by_role(af, held), af_state_bytes(af, shard_optimizer)
+    return _fits(af.cluster, {role: activation[role] + state[role] for role in activation})
 
 
 def _shortest_that_fits(af: AFModel, orders: Sequence[Rehearsed], shard_optimizer: bool) -> Result | None:
-    """Of orders by rehearsed time. Most of what is held follows from lists, before any time is known: those that cannot fit are
-    not simulated, nor those that are longer in rehearsal than another is in the end.
+    """Of orders by rehearsed time. Not simulated are those that cannot fit, and those that take longer in rehearsal than another
+    does in the end.
     """
-    state, kept, received = af_state_bytes(af, shard_optimizer), af.activation_bytes(), af.message_bytes()
-
-    def can_fit(held: Mapping[Group, Number]) -> bool:
-        activation = _activation_by_role(af, held)
-        return _fits(af.cluster, {role: activation[role] + state[role] for role in activation})
-
+    kept, received = af.activation_bytes(), af.message_bytes()
     best: Result | None = None
     for order in orders:
         if best is not None and best.step_s <= order.makespan:
             break
-        if can_fit(order.held(kept)):
+        if _can_fit(af, order.held(kept), shard_optimizer):
             program = af.program(order.schedule())
-            if can_fit(least_bytes(program.schedule, kept, received)):
+            if _can_fit(af, least_bytes(program.schedule, kept, received), shard_optimizer):
                 result = _af_result(af, program, shard_optimizer)
                 if result.fits and (best is None or result.step_s < best.step_s):
                     best = result

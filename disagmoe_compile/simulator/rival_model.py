@@ -25,15 +25,14 @@ from disagmoe_compile.errors import InputError
 from disagmoe_compile.passes.schedule.lower import lower_lists
 from disagmoe_compile.plan.action import Action, ActionKind, overlap
 from disagmoe_compile.plan.ir import Direction, Schedule, Splits, Transfer, TransferKind
+from disagmoe_compile.plan.sharing import Leg, Link
 from disagmoe_compile.plan.topology import Group
 from disagmoe_compile.planner.hardware import Cluster
 from disagmoe_compile.planner.step_costs import Dedup, ModelCosts, expected_copies
 from disagmoe_compile.simulator.assumptions import Assumptions
 from disagmoe_compile.simulator.dualpipe import dualpipe
-from disagmoe_compile.simulator.engine import Leg
 from disagmoe_compile.simulator.pipelines import interleaved_1f1b, pipeline_rank
 from disagmoe_compile.simulator.program import Program
-from disagmoe_compile.simulator.sharing import Link
 from disagmoe_compile.simulator.stage_times import Speed, StageSeconds, effective_ranks
 
 RIVALS = ("megatron_1f1b", "tutel", "comet", "dualpipe", "dualpipe_ideal")

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from disagmoe_compile.plan.action import COMPUTE_KINDS, Action, ActionKind
 from disagmoe_compile.plan.ir import Schedule
+from disagmoe_compile.plan.sharing import Number
 from disagmoe_compile.plan.steps import parts_of
 from disagmoe_compile.plan.topology import Group
 from disagmoe_compile.simulator.engine import Times
 from disagmoe_compile.simulator.program import Placed, Program, simulate_tasks
-from disagmoe_compile.simulator.sharing import Number
 
 _COMPUTE = COMPUTE_KINDS | {ActionKind.OVERLAP}
 _HOLDING = frozenset({ActionKind.RECV, ActionKind.SEND, ActionKind.FREE})

@@ -4,12 +4,14 @@
     best       by a rule (`Rule`); each is rehearsed, and the one whose step is shortest makes the lists
     cap        at most `in_flight` micro-batches are between their first F and their last W: a group never holds more activations
                than that many per stage
+    evenly     some rules let the next one in only while about half of those are in their forward: micro-batches that go forward
+               all together come back all together, and what a forward loads most is idle in the meantime
     I, W       a backward is split: what others wait for comes first, and W fills the gaps; whole (B) stay that of stage 0, which
                has no input gradient, and that of a tied head
 
 The order of the lists is one that ran: it cannot deadlock, whatever the number of micro-batches, groups or stages, and whatever
-the real times turn out to be. Messages of the rehearsal share links (`rehearsed_links.py`): those of one group leave one after
-the other, a dispatch before the residual, as lowering orders them. Sums of gradients over replicas are left out.
+the real times turn out to be. Messages of the rehearsal share links, and gradients are summed over replicas, as in the simulator
+(`rehearsed_links.py`).
 """
 
 from __future__ import annotations
@@ -22,45 +24,19 @@ from enum import StrEnum
 from typing import Any
 
 from disagmoe_compile.passes.schedule.order import checked_microbatches
-from disagmoe_compile.passes.schedule.rehearsed_links import Happen, RehearsedLinks, Way
+from disagmoe_compile.passes.schedule.rehearsal import Rehearsal
+from disagmoe_compile.passes.schedule.rehearsed_links import Channel, Happen, RehearsedLinks
 from disagmoe_compile.plan.action import Action, ActionKind
 from disagmoe_compile.plan.collector import collector_paused
-from disagmoe_compile.plan.ir import Schedule
-from disagmoe_compile.plan.topology import Group, Role, Topology
+from disagmoe_compile.plan.ir import Direction, Schedule
+from disagmoe_compile.plan.sharing import Leg, Link
+from disagmoe_compile.plan.topology import Group, Topology
 
 _F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
 _I, _W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 
-Seconds = Mapping[tuple[ActionKind, int], float]
 Heap = list[tuple[int, int]]
 """What is ready: urgency, least first, and number."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rehearsal:
-    """Times that the order is made for, in any unit.
-
-    `seconds`: of an action of a stage. `exchange`, `residual`: amount of a dispatch or combine, and of what crosses from one
-    attention group to another beside it; `copied`: of an exchange inside the FFN group's nodes. `attention_rate`, `ffn_rate`:
-    amount that a group of the role sends, and receives, in a unit of time, `inside_rate` inside an FFN group's nodes; with the
-    default of 1 amounts are times. `latency`: of each message.
-    """
-
-    seconds: Seconds
-    exchange: float
-    residual: float = 0.0
-    attention_rate: float = 1.0
-    ffn_rate: float = 1.0
-    copied: float = 0.0
-    inside_rate: float = 1.0
-    latency: float = 0.0
-
-    @staticmethod
-    def uniform(topology: Topology) -> Rehearsal:
-        """Every stage and gradient takes as long as any other, an exchange half of it."""
-        kinds = (_F, _I, _W)
-        table = {(kind, stage): 1.0 for stage in range(topology.n_stages) for kind in kinds}
-        return Rehearsal(table | {(_B, stage): 2.0 for stage in range(topology.n_stages)}, 0.5)
 
 
 class First(StrEnum):
@@ -74,24 +50,29 @@ class First(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Rule:
     """Of forwards goes first the micro-batch that entered first, or last; of input gradients the micro-batch that entered first,
-    or what has the farthest way to go. Of weight gradients the micro-batch that entered first.
+    or what has the farthest way to go. Of weight gradients the micro-batch that entered first. `evenly`: at most half of the
+    micro-batches in flight, and one, are in their forward.
     """
 
     first: First
     youngest_first: bool = False
     farthest_first: bool = False
+    evenly: bool = False
 
 
 RULES = (
+    Rule(First.FORWARDS, youngest_first=True, farthest_first=True),
     Rule(First.GRADIENTS),
-    Rule(First.FORWARDS),
     Rule(First.FORWARDS, youngest_first=True),
-    Rule(First.TURNS, farthest_first=True),
     Rule(First.TURNS, youngest_first=True, farthest_first=True),
+    Rule(First.FORWARDS, youngest_first=True, evenly=True),
+    Rule(First.FORWARDS, youngest_first=True, farthest_first=True, evenly=True),
 )
 """Input gradients first frees memory soonest and is best where compute is the limit; where links are, forwards first keeps them
 fuller. In turns, as 1F1B, keeps both ways going where a message takes as long as a stage.
 """
+APART = 1.05
+"""How many times as long as the best rule's a step of the first rule may be: 1.03 in 8 cases of Qwen3-235B on 128 H800."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +119,21 @@ def rehearse(
     limit: float = math.inf,
 ) -> tuple[Rehearsed, ...]:
     """An order for each rule that gives one of its own, the shortest first: the next may hold less. None of a rule whose step
-    takes longer than `limit`. Raises ValueError on a size below 1.
+    takes longer than `limit`; nor of any where the first takes `APART` times as long. Raises ValueError on a size below 1.
     """
     checked_microbatches(n_microbatches, in_flight)
     times = rehearsal or Rehearsal.uniform(topology)
-    tried = [_Run(topology, n_microbatches, in_flight, times, rule).rehearsed(limit) for rule in RULES]
-    ranked = sorted((one for one in tried if one is not None), key=lambda one: one.makespan)
+
+    def run(rule: Rule, limit: float) -> Rehearsed | None:
+        return _Run(topology, n_microbatches, in_flight, times, rule).rehearsed(limit)
+
+    first = run(RULES[0], APART * limit)
+    if first is None:
+        return ()
+    tried = [first, *(run(rule, limit) for rule in RULES[1:])]
+    ranked = sorted(
+        (one for one in tried if one is not None and one.makespan <= limit), key=lambda one: one.makespan
+    )
     return tuple(
         one for i, one in enumerate(ranked) if one.passes not in [before.passes for before in ranked[:i]]
     )
@@ -159,6 +149,7 @@ class _Run:
         self, topology: Topology, n_microbatches: int, in_flight: int, times: Rehearsal, rule: Rule
     ) -> None:
         self.n, self.free, self.rule, self.times = n_microbatches, in_flight, rule, times
+        self.forwards = in_flight // 2 + 1 if rule.evenly else in_flight  # that may begin
         self.stages, self.groups = topology.n_stages, list(topology.groups)
         number = {group: i for i, group in enumerate(self.groups)}
         self.group_of = [number[topology.group_of_stage(s)] for s in range(self.stages)]
@@ -170,53 +161,49 @@ class _Run:
             [0.0 if kind is _W and s in whole else times.seconds[kind, s] for s, kind in enumerate(kinds)]
             for kinds in self.kinds
         ]
-        self.sends = [self._sends(step) for step in (1, -1)]
-        self.needs = [self._needs(step) for step in (1, -1)]
-        rates = [times.attention_rate if g.role is Role.ATTENTION else times.ffn_rate for g in self.groups]
-        inside = [times.inside_rate] * len(rates)
-        self.links = RehearsedLinks(rates, inside, times.latency, self._at, self._arrives)
+        self.sends = [self._sends(direction) for direction in (Direction.FORWARD, Direction.BACKWARD)]
+        self.needs = [self._needs(sends) for sends in self.sends]
+        self.links = RehearsedLinks(times.links, times.latency, self._at, self._arrives)
         self.ready: list[tuple[Heap, Heap, Heap]] = [([], [], []) for _ in self.groups]
         self.preferred = [0 if rule.first is First.FORWARDS else 1 for _ in self.groups]
         self.ran: list[list[int]] = [[] for _ in self.groups]
         self.is_busy = [False] * len(self.groups)
-        # of each group the seconds that it has yet to compute, and those that what it has yet to send takes
+        # what is left: seconds that each group has yet to compute, and each link to move, of what is not yet begun or queued
         self.to_compute = [0.0] * len(self.groups)
-        self.to_send = [0.0] * len(self.groups)
-        self.sending = [[0.0] * self.stages, [0.0] * self.stages]
         for stage, group in enumerate(self.group_of):
             self.to_compute[group] += n_microbatches * sum(row[stage] for row in self.seconds)
-            for sends, sending in zip(self.sends, self.sending):
-                sending[stage] = sum(way.amount for way, _ in sends[stage]) / rates[group]
-                self.to_send[group] += n_microbatches * sending[stage]
+        self.loads = [[self._load(messages) for messages in sends] for sends in self.sends]
+        self.to_move: dict[Link, float] = dict.fromkeys(times.links, 0.0)
+        for link, seconds in (load for loads in self.loads for stage in loads for load in stage):
+            self.to_move[link] += n_microbatches * seconds
         self.limit, self.is_late = math.inf, False
         self.entered, self.open_weights = 0, [self.stages] * n_microbatches
-        self.half_there: set[int] = set()
+        self.open_sums = dict.fromkeys(times.sums, n_microbatches)
+        self.there: dict[int, int] = {}  # messages of a pass that needs more
         self.events: list[tuple[float, int, Happen, Any]] = []
-        self.count = 0
+        self.count, self.ended = 0, 0.0
 
-    def _sends(self, step: int) -> list[list[tuple[Way, int]]]:
-        """Of a pass of each stage (way, stage): to the next one, and from an attention stage the residual to the one after it, if
-        that is on another group.
-        """
-        found: list[list[tuple[Way, int]]] = []
-        for stage in range(self.stages):
-            ways: list[tuple[Way, int]] = []
-            if 0 <= stage + step < self.stages:
-                experts = self.group_of[stage if stage % 2 else stage + step]
-                exchange = Way(self.group_of[stage + step], self.times.exchange, experts, self.times.copied)
-                ways.append((exchange, stage + step))
-            if self._crosses(stage, stage + 2 * step):
-                ways.append((Way(self.group_of[stage + 2 * step], self.times.residual), stage + 2 * step))
-            found.append(ways)
-        return found
+    def _sends(self, direction: Direction) -> list[list[tuple[Channel, tuple[Leg, ...], int]]]:
+        """Of a pass of each stage what it sends, and to which."""
+        return [
+            [
+                (Channel(self.group_of[stage], self.group_of[message.to]), message.legs, message.to)
+                for message in self.times.messages.get((direction, stage), ())
+            ]
+            for stage in range(self.stages)
+        ]
 
-    def _needs(self, step: int) -> list[bool]:
-        """Whether a pass of each stage waits for a residual as well."""
-        return [self._crosses(stage - 2 * step, stage) for stage in range(self.stages)]
+    def _needs(self, sends: list[list[tuple[Channel, tuple[Leg, ...], int]]]) -> list[int]:
+        """How many messages a pass of each stage waits for."""
+        needs = [0] * self.stages
+        for _, _, to in (message for messages in sends for message in messages):
+            needs[to] += 1
+        return needs
 
-    def _crosses(self, src: int, dst: int) -> bool:
-        is_stage = 0 <= src < self.stages and 0 <= dst < self.stages
-        return is_stage and src % 2 == 0 and self.group_of[src] != self.group_of[dst]
+    def _load(self, messages: list[tuple[Channel, tuple[Leg, ...], int]]) -> list[tuple[Link, float]]:
+        """Seconds of each link."""
+        legs = [leg for _, legs, _ in messages for leg in legs]
+        return [(link, float(leg.amount) / self.times.links[link]) for leg in legs for link in leg.links]
 
     def rehearsed(self, limit: float = math.inf) -> Rehearsed | None:
         """Rehearses the step; None as soon as some group has more left to compute or to send than `limit` allows."""
@@ -230,15 +217,15 @@ class _Run:
     @collector_paused()
     def _makespan(self) -> float:
         """Infinite where it is known to exceed the limit."""
-        self._enter(0.0)
-        self.is_late = max(*self.to_compute, *self.to_send) > self.limit
+        self._enter()
+        self.is_late = max(*self.to_compute, *self.to_move.values()) > self.limit
         now, events, workers = 0.0, self.events, range(len(self.groups))
         while True:
             for worker in workers:
                 if not self.is_busy[worker] and any(self.ready[worker]):
                     self._start(worker, now)
             if not events:
-                return now
+                return self.ended
             if self.is_late:
                 return math.inf
             now = events[0][0]
@@ -255,10 +242,11 @@ class _Run:
         self.count += 1
         heapq.heappush(self.events, (time, self.count, happen, what))
 
-    def _enter(self, now: float) -> None:
-        """Let micro-batches in while the cap allows."""
-        while self.free and self.entered < self.n:
+    def _enter(self) -> None:
+        """Let micro-batches in while the caps allow."""
+        while self.free and self.forwards and self.entered < self.n:
             self.free -= 1
+            self.forwards -= 1
             self._is_ready(self.entered * self.stages)
             self.entered += 1
 
@@ -274,11 +262,12 @@ class _Run:
     def _arrives(self, number: int, now: float) -> None:
         """A message for a pass, which is ready with the last of those that it needs."""
         rest, stage = divmod(number, self.stages)
-        if self.needs[rest // self.n][stage]:
-            if number not in self.half_there:
-                self.half_there.add(number)
+        needed = self.needs[rest // self.n][stage]
+        if needed > 1:
+            there = self.there.pop(number, 0) + 1
+            if there < needed:
+                self.there[number] = there
                 return
-            self.half_there.remove(number)
         self._is_ready(number)
 
     def _start(self, worker: int, now: float) -> None:
@@ -299,20 +288,37 @@ class _Run:
         rest, stage = divmod(number, self.stages)
         part, microbatch = divmod(rest, self.n)
         worker = self.group_of[stage]
-        self.is_busy[worker] = False
+        self.is_busy[worker], self.ended = False, now
         if part < 2:
-            self.is_late |= now + self.to_send[worker] > self.limit
-            self.to_send[worker] -= self.sending[part][stage]
-            for way, to in self.sends[part][stage]:
-                self.links.send(worker, way, rest * self.stages + to, now)
+            self._send(rest, part, stage, now)
             if part == 0:
                 if stage == self.stages - 1:
+                    self.forwards += 1
+                    self._enter()
                     self._is_ready(number + self.n * self.stages)
                 return
             if self.kinds[1][stage] is _I:
                 self._is_ready(number + self.n * self.stages)
                 return
+        self._has_weights(stage, microbatch, now)
+
+    def _send(self, rest: int, part: int, stage: int, now: float) -> None:
+        for link, seconds in self.loads[part][stage]:
+            self.is_late |= now + self.to_move[link] > self.limit
+            self.to_move[link] -= seconds
+        for channel, legs, to in self.sends[part][stage]:
+            self.links.send(channel, legs, rest * self.stages + to, now)
+
+    def _has_weights(self, stage: int, microbatch: int, now: float) -> None:
+        """A weight gradient is made: the last one of a stage is summed with the others, that of a micro-batch lets another in."""
+        if stage in self.open_sums:
+            self.open_sums[stage] -= 1
+            if not self.open_sums[stage]:
+                self.links.move(self.times.sums[stage], now, self._is_summed, stage)
         self.open_weights[microbatch] -= 1
         if not self.open_weights[microbatch]:
             self.free += 1
-            self._enter(now)
+            self._enter()
+
+    def _is_summed(self, stage: int, now: float) -> None:
+        self.ended = now

@@ -10,8 +10,8 @@ from disagmoe_compile.errors import PlanError
 from disagmoe_compile.passes.schedule.lower import lower_lists
 from disagmoe_compile.plan.action import Action
 from disagmoe_compile.plan.ir import Schedule
+from disagmoe_compile.plan.sharing import Leg
 from disagmoe_compile.simulator.abstract import AFShape, PipelineShape, af_program, pipeline_program
-from disagmoe_compile.simulator.engine import Leg
 from disagmoe_compile.simulator.pipelines import hops, pipeline_rank
 from disagmoe_compile.simulator.program import Program, Queueing
 from disagmoe_compile.simulator.timeline import simulate_program
@@ -51,11 +51,25 @@ def test_a_compute_only_schedule_is_refused() -> None:
         replace(_program(["0F0", "1F0"]), schedule=Schedule("x", lowered=False, actions={}))
 
 
-def test_sends_of_a_list_leave_one_after_the_other() -> None:
+def test_sends_to_one_group_leave_one_after_the_other() -> None:
     """Two messages of 2 seconds each: the second is there at 1 + 2 + 2, not at 2 + 2."""
     timeline = simulate_program(_program(["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"], transfer=2.0))
     starts = {str(a): s for a, s, _ in timeline.events(pipeline_rank(1))}
     assert (starts["1F0"], starts["1F1"]) == (3, 5)
+
+
+@pytest.mark.parametrize("queueing", [Queueing.LIST, Queueing.STREAM])
+def test_sends_to_two_groups_leave_beside_each_other_and_share_the_way_out(queueing: Queueing) -> None:
+    """Stage 0 sends 2 to stages 1 and 2: both are there at 1 + 4, as fair shares of a link are, not at 1 + 2 and 1 + 2 + 2."""
+    transfers = [*hops([(0, 1)]), replace(hops([(0, 2)])[0], name="beside")]
+    lists = {pipeline_rank(r): (Action.parse(f"{r}F0"),) for r in range(3)}
+    lowered = lower_lists(Schedule("test", lowered=False, actions=lists), transfers, release_sends=False)
+    links = {(rank, way): 1.0 for rank in range(3) for way in ("out", "in")}
+    legs = {t.name: (Leg(2.0, ((t.src, "out"), (t.dst, "in"))),) for t in transfers}
+    seconds = {(kind, stage): 1.0 for kind in "F" for stage in range(3)}
+    timeline = simulate_program(Program(lowered, transfers, seconds, legs, links, queueing=queueing))  # type: ignore[arg-type]
+    starts = [next(start for a, start, _ in timeline.events(rank) if a.kind == "F") for rank in lists]
+    assert starts == [0, 5, 5]
 
 
 def test_streams_share_the_compute_of_a_group() -> None:

@@ -7,13 +7,15 @@ capacities and times may be any numbers: with `Fraction`s there is no rounding a
 
 Flows over the same links always have the same rate. They form a bundle: `served` is what each of its flows has moved since the
 bundle began, and a flow ends when that reaches what it stood at when the flow began, plus the flow's amount. So an event costs
-O(bundles that are connected), however many flows they hold.
+O(bundles that are connected), however many flows they hold. Rates follow from how many flows each bundle has, and the same
+numbers come again and again: they are worked out once.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Mapping
+import operator
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -21,15 +23,28 @@ Number = int | float | Fraction
 Link = Hashable
 
 
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One part of a move: `amount` over all `links` at the same rate. The legs of a move are under way side by side."""
+
+    amount: Number
+    links: tuple[Link, ...]
+
+
 @dataclass(slots=True, eq=False)
 class _Bundle:
-    """`ends` orders its flows by the value of `served` at which they end. `version` counts changes: older ends are void."""
+    """`ends` orders its flows by the value of `served` at which they end. `version` counts changes: older ends are void.
+    `neighbours` have a link in common with it; `seen` is the last search that came by.
+    """
 
-    links: tuple[Link, ...]
+    number: int
+    links: Sequence[int]
     served: Number = 0
     rate: Number = 0
     since: Number = 0
     version: int = 0
+    seen: int = 0
+    neighbours: list[_Bundle] = field(default_factory=list)
     ends: list[tuple[Number, int]] = field(default_factory=list)
 
     def bring_to(self, now: Number) -> None:
@@ -44,23 +59,33 @@ class Network:
         for link, capacity in capacities.items():
             if not capacity > 0:
                 raise ValueError(f"capacity of link {link} must be positive, got {capacity}")
-        self._capacities = capacities
+        self._number_of = {link: number for number, link in enumerate(capacities)}
+        self._capacities = list(capacities.values())
         self._bundles: dict[tuple[Link, ...], _Bundle] = {}
-        self._on_link: dict[Link, list[_Bundle]] = {link: [] for link in capacities}
+        self._searches = 0
         self._ends: list[tuple[Number, int, int, _Bundle]] = []  # time, flow, version
+        self._rates: dict[
+            tuple[tuple[int, int], ...], Sequence[Number]
+        ] = {}  # of bundles, by number and flows
 
     def add(self, flow: int, amount: Number, links: tuple[Link, ...], now: Number) -> None:
         """Start to move `amount` over all of `links` at once."""
         bundle = self._bundles.get(links)
         if bundle is None:
-            bundle = self._bundles[links] = _Bundle(links)
-            for link in links:
-                self._on_link[link].append(bundle)
+            bundle = self._bundles[links] = self._new_bundle(links)
         bundle.bring_to(now)
         if not bundle.ends:
             bundle.served = 0 * now  # nothing is under way: begin again, small numbers round less
         heapq.heappush(bundle.ends, (bundle.served + amount, flow))
         self._share(bundle, now)
+
+    def _new_bundle(self, links: tuple[Link, ...]) -> _Bundle:
+        bundle = _Bundle(len(self._bundles), [self._number_of[link] for link in links])
+        for other in self._bundles.values():
+            if not set(bundle.links).isdisjoint(other.links):
+                other.neighbours.append(bundle)
+                bundle.neighbours.append(other)
+        return bundle
 
     def next_end(self) -> Number | None:
         """When the next flow ends if none is added before; None where nothing moves."""
@@ -87,27 +112,43 @@ class Network:
         changed.version += 1
         bundles = self._connected(changed)
         if len(bundles) == 1:
-            capacity = min(self._capacities[link] for link in bundles[0].links)
+            capacity = min([self._capacities[link] for link in bundles[0].links])
             self._set_rate(bundles[0], capacity / len(bundles[0].ends), now)
             return
-        free = {link: self._capacities[link] for bundle in bundles for link in bundle.links}
-        waiting = dict.fromkeys(free, 0)
+        bundles.sort(key=_number)
+        counts = tuple([(bundle.number, len(bundle.ends)) for bundle in bundles])
+        rates = self._rates.get(counts)
+        if rates is None:
+            rates = self._rates[counts] = self._fair(bundles)
+        for bundle, rate in zip(bundles, rates):
+            if rate != bundle.rate or bundle is changed:
+                self._set_rate(bundle, rate, now)
+
+    def _fair(self, bundles: Sequence[_Bundle]) -> Sequence[Number]:
+        """Max-min fair rates of each bundle's flows."""
+        free: dict[int, Number] = {}
+        waiting: dict[int, int] = {}
         for bundle in bundles:
             for link in bundle.links:
-                waiting[link] += len(bundle.ends)
-        while bundles:
-            tightest = min(free[link] / count for link, count in waiting.items() if count)
-            left: list[_Bundle] = []
-            fixed: list[_Bundle] = []
-            for bundle in bundles:
-                is_tight = any(free[link] / waiting[link] <= tightest for link in bundle.links)
-                (fixed if is_tight else left).append(bundle)
-            for bundle in fixed:
-                self._set_rate(bundle, tightest, now)
+                free[link] = self._capacities[link]
+                waiting[link] = waiting.get(link, 0) + len(bundle.ends)
+        rates: dict[int, Number] = {}
+        left = bundles
+        while left:
+            shares = {link: free[link] / count for link, count in waiting.items() if count}
+            tightest = min(shares.values())
+            tight = {link for link, share in shares.items() if share <= tightest}
+            others = []
+            for bundle in left:
+                if tight.isdisjoint(bundle.links):
+                    others.append(bundle)
+                    continue
+                rates[bundle.number] = tightest
                 for link in bundle.links:
                     free[link] -= tightest * len(bundle.ends)
                     waiting[link] -= len(bundle.ends)
-            bundles = left
+            left = others
+        return [rates[bundle.number] for bundle in bundles]
 
     def _set_rate(self, bundle: _Bundle, rate: Number, now: Number) -> None:
         if rate != bundle.rate:
@@ -119,17 +160,16 @@ class Network:
         heapq.heappush(self._ends, (end, flow, bundle.version, bundle))
 
     def _connected(self, changed: _Bundle) -> list[_Bundle]:
-        """Bundles with flows that share links with `changed`, directly or through others; always in the same order."""
-        found = {id(changed): changed}
-        seen: set[Link] = set()
-        open_links = list(changed.links)
-        while open_links:
-            link = open_links.pop()
-            if link in seen:
-                continue
-            seen.add(link)
-            for bundle in self._on_link[link]:
-                if bundle.ends and id(bundle) not in found:
-                    found[id(bundle)] = bundle
-                    open_links += bundle.links
-        return [bundle for bundle in found.values() if bundle.ends]
+        """Bundles with flows that share links with `changed`, directly or through others."""
+        self._searches += 1
+        search = changed.seen = self._searches
+        found = [changed]
+        for bundle in found:
+            for other in bundle.neighbours:
+                if other.ends and other.seen != search:
+                    other.seen = search
+                    found.append(other)
+        return found if changed.ends else found[1:]
+
+
+_number = operator.attrgetter("number")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagmoe_compile.simulator.sharing import Network
+from disagmoe_compile.plan.sharing import Network
 
 
 def test_a_flow_alone_moves_at_the_speed_of_its_slowest_link() -> None:
@@ -45,6 +46,23 @@ def test_directions_do_not_share() -> None:
 def test_a_link_without_capacity_is_refused() -> None:
     with pytest.raises(ValueError, match="capacity of link a must be positive, got 0"):
         Network({"a": 0})
+
+
+def test_rates_that_come_again_are_those_of_a_network_that_never_had_them() -> None:
+    """The same flows in another order of coming and going."""
+    capacities = {"a": Fraction(1), "b": Fraction(2), "c": Fraction(3)}
+    ways = [("a", "b"), ("b", "c"), ("c",), ("a", "c")]
+    network, sizes = Network(capacities), iter(range(1, 100))
+    for order in itertools.permutations(range(4)):
+        for flow in order:
+            network.add(flow, Fraction(1000 + next(sizes)), ways[flow], Fraction(0))
+        fresh = Network(capacities)
+        for flow in range(4):
+            fresh.add(flow, Fraction(1000), ways[flow], Fraction(0))
+        assert network.rates() == fresh.rates()
+        while network.next_end() is not None:
+            network.finish()
+        sizes = iter(range(1, 100))
 
 
 LINKS = ("a", "b", "c")
