@@ -62,38 +62,47 @@ class MixedCluster:
         """Each side on the other kind."""
         return MixedCluster(self.ffn, self.attention)
 
-    def in_lockstep(self) -> Cluster:
-        """All GPUs as equal ones that do the same at the same time: each part of a step takes as long as on the kind that is
-        slower at it, and nothing is held that does not fit the smaller memory. Nodes are as large as divides both.
+    def in_step(self, by_speed: float = 0.0) -> Cluster:
+        """All GPUs as equal ones that do the same at the same time, each with its kind's share of the batch and of the experts:
+        equal shares at 0, in proportion to the speed of its matmuls at 1, and between at between.
+
+        Each part of a step takes as long as on the kind that is slowest with its share, and nothing is held whose share does not
+        fit a kind's memory, as if all that a GPU holds grew with its share. Nodes are as large as divides both.
         """
         one, other = self.kinds
         if self.is_one_kind:
             return one.with_nodes(one.nodes + other.nodes)
+        speeds = [kind.gpu.flops * kind.efficiencies.gemm.value for kind in self.kinds]
+        mean = sum(kind.gpus * speed for kind, speed in zip(self.kinds, speeds)) / self.gpus
+        shares = [1 + by_speed * (speed / mean - 1) for speed in speeds]
+
+        def slowest(what: str, peak: Callable[[Cluster], float]) -> tuple[float, Efficiency]:
+            """The least peak for a share, and the part of it that makes the least of what is reached."""
+            peaks = [peak(kind) / share for kind, share in zip(self.kinds, shares)]
+            reached = min(
+                rate * getattr(kind.efficiencies, what).value for kind, rate in zip(self.kinds, peaks)
+            )
+            return min(peaks), Efficiency(reached / min(peaks), f"the least of {one.name} and {other.name}")
+
         per_node = math.gcd(one.gpus_per_node, other.gpus_per_node)
-        flops, gemm = self._worse("gemm", lambda c: c.gpu.flops)
-        _, core = self._worse("attention_core", lambda c: c.gpu.flops)
-        memory_rate, memory = self._worse("memory", lambda c: c.gpu.memory_bytes_per_s)
-        link_rate, link = self._worse("link", lambda c: c.gpu.link_bytes_per_s)
-        nic_rate, network = self._worse(
-            "network", lambda c: c.nic_bytes_per_s * c.nics_per_node / c.gpus_per_node
+        flops, gemm = slowest("gemm", lambda kind: kind.gpu.flops)
+        _, core = slowest("attention_core", lambda kind: kind.gpu.flops)
+        memory_rate, memory = slowest("memory", lambda kind: kind.gpu.memory_bytes_per_s)
+        link_rate, link = slowest("link", lambda kind: kind.gpu.link_bytes_per_s)
+        nic_rate, network = slowest(
+            "network", lambda kind: kind.nic_bytes_per_s * kind.nics_per_node / kind.gpus_per_node
         )
-        name = f"{one.name} and {other.name} in lockstep"
+        name = f"{one.name} and {other.name} in step"
         gpu = GPU(
             name=name,
             flops=flops,
-            memory_bytes=min(one.gpu.memory_bytes, other.gpu.memory_bytes),
+            memory_bytes=min(kind.gpu.memory_bytes / share for kind, share in zip(self.kinds, shares)),
             memory_bytes_per_s=memory_rate,
             link_bytes_per_s=link_rate,
             sources=tuple(dict.fromkeys((*one.gpu.sources, *other.gpu.sources))),
         )
         reached = Efficiencies(gemm, core, memory, link, network)
         return Cluster(name, gpu, per_node, per_node, nic_rate, self.gpus // per_node, reached)
-
-    def _worse(self, what: str, peak: Callable[[Cluster], float]) -> tuple[float, Efficiency]:
-        """The lesser peak, and the share of it that makes the lesser of what is reached."""
-        least = min(map(peak, self.kinds))
-        reached = min(peak(c) * getattr(c.efficiencies, what).value for c in self.kinds)
-        return least, Efficiency(reached / least, f"the lesser of {self.attention.name} and {self.ffn.name}")
 
 
 AnyCluster = Cluster | MixedCluster

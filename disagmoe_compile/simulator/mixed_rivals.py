@@ -1,13 +1,14 @@
 """A system whose workers are all alike, on a cluster of two kinds of nodes: the best of what it can do there.
 
-    lockstep        one copy on all GPUs. Its all-to-alls keep them in step: everything takes as long as on the kind slower at it
+    equal shares    one copy on all GPUs. Its all-to-alls keep them in step: each part takes as long as on the slower kind
+    by speed        the same, with batch and experts shared out by speed of matmuls, or half of the way there: the faster kind
+                    computes, sends and holds more (`MixedCluster.in_step`)
     one kind alone  one copy on either kind; the other idles, and is charged for
-    side by side    a copy on each kind, with sizes of its own, as uneven data-parallel replicas: the batch is shared out by the
-                    speed of matmuls of each kind's GPUs
+    side by side    a copy on each kind with sizes of its own, as uneven data-parallel replicas, the batch shared out by speed
 
-Side by side is an upper bound in the system's favour. It leaves out the sums of gradients between the two copies, and adds their
-speeds as if sequences and micro-batches could be cut anywhere for both to end at once. Pipelines with more layers on the faster
-kind, and experts shared out by speed, are not modelled.
+In the system's favour: shares by speed need no whole number of experts or sequences. Side by side is an upper bound: it leaves out
+the sums of gradients between the two copies, and adds their speeds as if both ended at once. Against it: with shares by speed what
+every GPU holds whole, as dense weights, is taken to grow with the share as well.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from disagmoe_compile.simulator.mixed_cluster import AnyCluster, MixedCluster, m
 from disagmoe_compile.simulator.results import Result
 from disagmoe_compile.simulator.timeline import Share
 
+EQUAL_SHARES = "all in step, equal shares"
+"""Where all GPUs do the same, at the pace of the slower kind."""
+
 Search = Callable[[Cluster, int, Result | None], Result]
 """On equal nodes, with at most so many sequences a step: the best sizes, or the result to beat where none is better. Raises
 InputError where there are none.
@@ -32,9 +36,9 @@ def best_placed(cluster: MixedCluster, sequences: int, search: Search) -> Result
 
     Raises InputError where there are no sizes for any.
     """
-    whole = cluster.in_lockstep()
     if cluster.is_one_kind:
-        return charged(search(whole, sequences, None), cluster, whole, "lockstep")
+        whole = cluster.in_step()
+        return charged(search(whole, sequences, None), cluster, whole, EQUAL_SHARES)
     found: Result | None = None
     refused: list[InputError] = []
     try:
@@ -42,8 +46,12 @@ def best_placed(cluster: MixedCluster, sequences: int, search: Search) -> Result
         found = side_by_side(cluster, copies)
     except InputError as error:  # sizes that are pinned for all GPUs may be too many for some
         refused.append(error)
-    alone = [(kind, f"{kind.nodes} x {kind.name} alone") for kind in cluster.kinds]
-    for nodes, placement in ((whole, "lockstep"), *alone):
+    for nodes, placement in (
+        (cluster.in_step(1.0), "all in step, shares by speed"),
+        (cluster.in_step(0.5), "all in step, shares half by speed"),
+        (cluster.in_step(), EQUAL_SHARES),
+        *((kind, f"{kind.nodes} x {kind.name} alone") for kind in cluster.kinds),
+    ):
         try:
             better = search(nodes, sequences, found)
         except InputError as error:

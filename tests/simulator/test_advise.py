@@ -13,6 +13,7 @@ from disagmoe_compile.planner.step_costs import model_costs
 from disagmoe_compile.simulator import advise as advising
 from disagmoe_compile.simulator.advise import Verdict, half_slower, summary
 from disagmoe_compile.simulator.mixed_cluster import AnyCluster, MixedCluster
+from disagmoe_compile.simulator.mixed_rivals import EQUAL_SHARES
 from disagmoe_compile.simulator.results import Result
 from disagmoe_compile.simulator.search import Setting
 
@@ -76,7 +77,7 @@ def setting() -> Setting:
     return Setting(costs, find_cluster("h800", 4), 64)
 
 
-@pytest.mark.parametrize("fastest", ["as made", "swapped", "lockstep"])
+@pytest.mark.parametrize("fastest", ["as made", "swapped", "in step"])
 def test_af_pipe_puts_its_sides_where_it_is_fastest(
     fastest: str, setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,11 +85,11 @@ def test_af_pipe_puts_its_sides_where_it_is_fastest(
     clusters: dict[str, AnyCluster] = {
         "as made": mixed,
         "swapped": mixed.swapped(),
-        "lockstep": mixed.in_lockstep(),
+        "in step": mixed.in_step(),
     }
     monkeypatch.setattr(advising, "best", _search(lambda _, on: 2.0 if on == clusters[fastest] else 1.0))
     found = advising.af_pipe_anywhere(replace(setting, cluster=mixed), mixed)
-    placements = {"as made": mixed.placement, "swapped": mixed.swapped().placement, "lockstep": "lockstep"}
+    placements = {"as made": mixed.placement, "swapped": mixed.swapped().placement, "in step": EQUAL_SHARES}
     assert found.options["placement"] == placements[fastest]
     assert (found.tokens, found.gpus) == (2.0, 32)
 

@@ -20,6 +20,7 @@ from disagmoe_compile.simulator.assumptions import Assumptions
 from disagmoe_compile.simulator.mixed_cluster import MixedCluster
 from disagmoe_compile.simulator.results import USABLE_MEMORY, Result, af_result, model_flops
 from disagmoe_compile.simulator.search import Setting, best
+from disagmoe_compile.simulator.stage_times import Speed
 from disagmoe_compile.simulator.timeline import simulate_program
 
 
@@ -190,21 +191,30 @@ def test_sizes_of_each_side_are_searched_apart(model: ModelCosts) -> None:
     assert (o["pipeline_groups"], o["attention_group_size"], o["ffn_group_size"]) == (3, 2, 7)
 
 
-def test_lockstep_is_the_worse_of_each(mixed: MixedCluster) -> None:
+def test_in_step_with_equal_shares_is_the_worse_of_each(mixed: MixedCluster) -> None:
     """H800 has fewer bytes/s between GPUs and less memory, H20 fewer FLOP/s; a NIC for two GPUs is half a NIC."""
-    scarce = replace(mixed.ffn, nics_per_node=4, gpus_per_node=4, nodes=4, nic_bytes_per_s=10e9)
-    slow = MixedCluster(mixed.attention, scarce).in_lockstep()
+    scarce = replace(mixed.ffn, nics_per_node=2, gpus_per_node=4, nodes=4, nic_bytes_per_s=20e9)
+    slow = MixedCluster(mixed.attention, scarce).in_step()
     h800, h20 = mixed.attention, mixed.ffn
-    assert (slow.gpus, slow.gpus_per_node, slow.nic_bytes_per_s) == (32, 4, 10e9)
+    assert (slow.gpus, slow.gpus_per_node, Speed(slow).nic) == (32, 4, pytest.approx(0.9 * 10e9))
     assert (slow.gpu.flops, slow.gpu.memory_bytes) == (h20.gpu.flops, h800.gpu.memory_bytes)
     assert (slow.gpu.link_bytes_per_s, slow.gpu.memory_bytes_per_s) == (200e9, 3350e9)
 
 
-def test_lockstep_compares_what_is_reached_not_peaks() -> None:
+def test_in_step_with_shares_by_speed_computes_at_the_mean_and_loads_the_faster_kind_more() -> None:
+    """3 and 1 TFLOP/s on as many GPUs: shares of 1.5 and 0.5. Half of the way 1.25 and 0.75, and 1 / 0.75 is the slowest."""
+    mixed = MixedCluster(_nodes("fast", flops=3e12), _nodes("slow"))
+    whole, half = mixed.in_step(1.0), mixed.in_step(0.5)
+    assert (whole.gpu.flops, half.gpu.flops) == (2e12, pytest.approx(1e12 / 0.75))
+    assert (whole.gpu.memory_bytes, half.gpu.memory_bytes) == (pytest.approx(1e12 / 1.5), 1e12 / 1.25)
+    assert (Speed(whole).nic, Speed(whole).link) == (pytest.approx(1e9 / 1.5), pytest.approx(1e9 / 1.5))
+
+
+def test_in_step_compares_what_is_reached_not_peaks() -> None:
     """2 TFLOP/s of which a quarter is reached are slower than 1 of which 0.9 is."""
     fast = replace(_nodes("fast", flops=2e12), efficiencies=uniform(0.25))
     slow = replace(_nodes("slow", flops=1e12), efficiencies=uniform(0.9))
-    together = MixedCluster(fast, slow).in_lockstep()
+    together = MixedCluster(fast, slow).in_step()
     assert together.gpu.flops * together.efficiencies.gemm.value == pytest.approx(0.5e12)
 
 

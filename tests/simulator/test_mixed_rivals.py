@@ -1,4 +1,4 @@
-"""Systems of equal workers on two kinds of nodes: the best of lockstep, one kind alone, and a copy on each."""
+"""Systems of alike workers on two kinds of nodes: the best of all in step, one kind alone, and a copy on each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from disagmoe_compile.simulator.search import Setting, best
 from disagmoe_compile.simulator.timeline import Share
 
 MIXED = MixedCluster(find_cluster("H800-SXM5", 2), find_cluster("H20", 2))
-WHOLE = MIXED.in_lockstep()
+EQUAL, HALF, BY_SPEED = (MIXED.in_step(by_speed) for by_speed in (0.0, 0.5, 1.0))
 
 
 def _result(nodes: Cluster, tokens_per_s: float, tokens: int, fits: bool = True) -> Result:
@@ -56,27 +56,28 @@ def _search(speed: dict[Cluster, float], misfits: tuple[Cluster, ...] = ()) -> S
 
 
 @pytest.mark.parametrize(
-    ("lockstep", "h800", "h20", "placement", "tokens_per_s"),
+    ("speeds", "placement", "tokens_per_s"),
     [
-        (900.0, 500.0, 100.0, "lockstep", 900.0),
-        (500.0, 500.0, 100.0, "side by side", 600.0),
-        (500.0, None, 100.0, "lockstep", 500.0),
-        (None, 500.0, None, "2 x H800-SXM5 alone", 500.0),
-        (50.0, None, 100.0, "2 x H20 alone", 100.0),
+        ({EQUAL: 900.0, HALF: 800.0, BY_SPEED: 700.0}, "all in step, equal shares", 900.0),
+        ({EQUAL: 700.0, HALF: 900.0, BY_SPEED: 800.0}, "all in step, shares half by speed", 900.0),
+        ({EQUAL: 700.0, HALF: 800.0, BY_SPEED: 900.0}, "all in step, shares by speed", 900.0),
+        ({EQUAL: 500.0, MIXED.attention: 500.0, MIXED.ffn: 100.0}, "side by side", 600.0),
+        ({EQUAL: 500.0, MIXED.ffn: 100.0}, "all in step, equal shares", 500.0),
+        ({MIXED.attention: 500.0}, "2 x H800-SXM5 alone", 500.0),
+        ({EQUAL: 50.0, MIXED.ffn: 100.0}, "2 x H20 alone", 100.0),
     ],
 )
 def test_a_rival_takes_the_fastest_placement(
-    lockstep: float | None, h800: float | None, h20: float | None, placement: str, tokens_per_s: float
+    speeds: dict[Cluster, float], placement: str, tokens_per_s: float
 ) -> None:
-    speeds = {WHOLE: lockstep, MIXED.attention: h800, MIXED.ffn: h20}
-    found = best_placed(MIXED, 1000, _search({on: v for on, v in speeds.items() if v is not None}))
+    found = best_placed(MIXED, 1000, _search(speeds))
     assert found.options["placement"] == placement
     assert found.tokens_per_s_per_gpu == pytest.approx(tokens_per_s / 32)
 
 
 def test_a_placement_that_fits_in_memory_beats_faster_ones_that_do_not() -> None:
-    speeds = {WHOLE: 900.0, MIXED.attention: 500.0, MIXED.ffn: 100.0}
-    found = best_placed(MIXED, 1000, _search(speeds, (WHOLE, MIXED.attention)))
+    speeds = {EQUAL: 900.0, MIXED.attention: 500.0, MIXED.ffn: 100.0}
+    found = best_placed(MIXED, 1000, _search(speeds, (EQUAL, MIXED.attention)))
     assert (found.options["placement"], found.fits) == ("2 x H20 alone", True)
 
 
@@ -107,10 +108,10 @@ def test_a_kind_alone_is_charged_for_the_other() -> None:
 
 
 @pytest.mark.parametrize("system", ["megatron_1f1b", "dualpipe"])
-def test_a_rival_is_never_worse_than_on_either_kind_alone_or_in_lockstep(system: str) -> None:
+def test_a_rival_is_never_worse_than_on_either_kind_alone_or_on_all_in_step(system: str) -> None:
     spec = replace(find_model("DeepSeek-MoE-16B"), layers=layer_pattern(8))
     setting = Setting(model_costs(spec, seq_length=4096), MIXED, 128, simulated=1)
     found = best(setting, system)
-    for nodes in (*MIXED.kinds, WHOLE):
+    for nodes in (*MIXED.kinds, EQUAL, BY_SPEED):
         alone = best(replace(setting, cluster=nodes), system)
         assert found.tokens_per_s_per_gpu * 32 >= alone.tokens_per_s_per_gpu * nodes.gpus
