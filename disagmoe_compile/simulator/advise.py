@@ -17,7 +17,7 @@ from disagmoe_compile.planner.hardware import Cluster
 from disagmoe_compile.planner.model_spec import ModelSpec
 from disagmoe_compile.planner.step_costs import CostSet, model_costs
 from disagmoe_compile.simulator.mixed_cluster import AnyCluster, MixedCluster, each
-from disagmoe_compile.simulator.mixed_rivals import EQUAL_SHARES, charged
+from disagmoe_compile.simulator.mixed_rivals import EQUAL_SHARES, fastest_place
 from disagmoe_compile.simulator.results import Result
 from disagmoe_compile.simulator.search import Setting, best
 
@@ -135,12 +135,19 @@ def half_slower(cluster: Cluster) -> MixedCluster:
 
 
 def af_pipe_anywhere(setting: Setting, cluster: MixedCluster) -> Result:
-    """AF-Pipe with each side on either kind of nodes, or on all at the slower's pace, whichever is fastest."""
-    found = best(setting, "af_pipe")
-    found = best(replace(setting, cluster=cluster.swapped()), "af_pipe", found)
-    whole = cluster.in_step()
-    alike = best(replace(setting, cluster=whole), "af_pipe", found)
-    return found if alike is found else charged(alike, cluster, whole, EQUAL_SHARES)
+    """AF-Pipe with each side on either kind of nodes, or on all at the slower's pace, whichever is fastest.
+
+    Raises InputError where no sizes fit anywhere.
+    """
+    swapped = cluster.swapped()
+    places: list[tuple[AnyCluster, str]] = [
+        (cluster, cluster.placement),
+        (swapped, swapped.placement),
+        (cluster.in_step(), EQUAL_SHARES),
+    ]
+    return fastest_place(
+        cluster, places, lambda on, beat: best(replace(setting, cluster=on), "af_pipe", beat)
+    )
 
 
 def advise(spec: ModelSpec, setting: Setting, now: Sequence[Result]) -> list[Verdict]:

@@ -1,20 +1,21 @@
 """A system whose workers are all alike, on a cluster of two kinds of nodes: the best of what it can do there.
 
-    equal shares    one copy on all GPUs. Its all-to-alls keep them in step: each part takes as long as on the slower kind
+    equal shares    one copy on all GPUs. Its all-to-alls keep them in step: each part lasts as long as on the kind slower at it
     by speed        the same, with batch and experts shared out by speed of matmuls, or half of the way there: the faster kind
                     computes, sends and holds more (`MixedCluster.in_step`)
     one kind alone  one copy on either kind; the other idles, and is charged for
     side by side    a copy on each kind with sizes of its own, as uneven data-parallel replicas, the batch shared out by speed
 
-In the system's favour: shares by speed need no whole number of experts or sequences. Side by side is an upper bound: it leaves out
-the sums of gradients between the two copies, and adds their speeds as if both ended at once. Against it: with shares by speed what
-every GPU holds whole, as dense weights, is taken to grow with the share as well.
+In the system's favour: shares by speed need no whole number of experts or sequences. Side by side is an upper bound: it leaves
+out the sums of gradients between the two copies, and adds their speeds as if both ended at once. Against it: with shares by speed
+what every GPU holds whole, as dense weights, is taken to grow with the share as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from disagmoe_compile.errors import InputError
 from disagmoe_compile.planner.hardware import Cluster
@@ -25,6 +26,7 @@ from disagmoe_compile.simulator.timeline import Share
 EQUAL_SHARES = "all in step, equal shares"
 """Where all GPUs do the same, at the pace of the slower kind."""
 
+Place = TypeVar("Place", bound=AnyCluster)
 Search = Callable[[Cluster, int, Result | None], Result]
 """On equal nodes, with at most so many sequences a step: the best sizes, or the result to beat where none is better. Raises
 InputError where there are none.
@@ -36,29 +38,47 @@ def best_placed(cluster: MixedCluster, sequences: int, search: Search) -> Result
 
     Raises InputError where there are no sizes for any.
     """
+
+    def search_there(nodes: Cluster, beat: Result | None) -> Result:
+        return search(nodes, sequences, beat)
+
+    equal = (cluster.in_step(), EQUAL_SHARES)
     if cluster.is_one_kind:
-        whole = cluster.in_step()
-        return charged(search(whole, sequences, None), cluster, whole, EQUAL_SHARES)
+        return fastest_place(cluster, [equal], search_there)
     found: Result | None = None
-    refused: list[InputError] = []
     try:
         copies = [search(kind, n, None) for kind, n in zip(cluster.kinds, _shares(cluster, sequences))]
         found = side_by_side(cluster, copies)
-    except InputError as error:  # sizes that are pinned for all GPUs may be too many for some
-        refused.append(error)
-    for nodes, placement in (
+    except InputError:  # one kind alone does not do, as for sizes that are pinned for all GPUs
+        pass
+    places = [
         (cluster.in_step(1.0), "all in step, shares by speed"),
         (cluster.in_step(0.5), "all in step, shares half by speed"),
-        (cluster.in_step(), EQUAL_SHARES),
+        equal,
         *((kind, f"{kind.nodes} x {kind.name} alone") for kind in cluster.kinds),
-    ):
+    ]
+    return fastest_place(cluster, places, search_there, found)
+
+
+def fastest_place(
+    cluster: MixedCluster,
+    places: Sequence[tuple[Place, str]],
+    search: Callable[[Place, Result | None], Result],
+    found: Result | None = None,
+) -> Result:
+    """The best of a search on each of the places, charged for all GPUs of the cluster, or `found` where none is better.
+
+    Raises InputError where no place has sizes and there is nothing to beat.
+    """
+    refused: list[InputError] = []
+    for on, placement in places:
         try:
-            better = search(nodes, sequences, found)
+            better = search(on, found)
         except InputError as error:
             refused.append(error)
             continue
         if better is not found:
-            found = charged(better, cluster, nodes, placement)
+            found = _charged(better, cluster, on, placement)
     if found is None:
         raise refused[0]
     return found
@@ -104,7 +124,7 @@ def _lasting(copy: Result, step: float) -> Result:
     )
 
 
-def charged(result: Result, cluster: MixedCluster, on: Cluster, placement: str) -> Result:
+def _charged(result: Result, cluster: MixedCluster, on: AnyCluster, placement: str) -> Result:
     """A result of some nodes, or of all at the slower kind's pace, charged for all GPUs of the cluster."""
     return replace(
         result,

@@ -94,6 +94,14 @@ def test_af_pipe_puts_its_sides_where_it_is_fastest(
     assert (found.tokens, found.gpus) == (2.0, 32)
 
 
+def test_sizes_that_are_pinned_for_equal_nodes_leave_af_pipe_those(setting: Setting) -> None:
+    """24 of 32 attention ranks have no place on half of the nodes, on all they do."""
+    mixed = half_slower(find_cluster("h800", 4))
+    pinned = replace(setting, attention_group_size=24, ffn_group_size=8, cluster=mixed, simulated=1)
+    found = advising.af_pipe_anywhere(pinned, mixed)
+    assert (found.options["placement"], found.options["attention_group_size"]) == (EQUAL_SHARES, 24)
+
+
 def test_a_flip_by_two_kinds_of_nodes_is_named(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rivals reach 1 everywhere; AF-Pipe 2 with attention on slower GPUs, and 0.5 elsewhere."""
 

@@ -181,7 +181,7 @@ def test_ranks_need_gpus_of_their_own_kind(
 
 def test_sizes_of_each_side_are_searched_apart(model: ModelCosts) -> None:
     uneven = MixedCluster(find_cluster("H800-SXM5", 1), find_cluster("H20", 3))
-    setting = Setting(model, uneven, 64, micro_batch_size=1, simulated=1)
+    setting = Setting(model, uneven, 64, micro_batch_size=1, in_flight=4, recompute=False, simulated=1)
     found = best(setting, "af_pipe")
     groups, o = found.options["pipeline_groups"], found.options
     assert groups * o["attention_group_size"] <= 8 < groups * o["ffn_group_size"] <= 24

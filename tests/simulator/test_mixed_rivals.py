@@ -82,7 +82,7 @@ def test_a_placement_that_fits_in_memory_beats_faster_ones_that_do_not() -> None
 
 
 def test_no_sizes_anywhere_is_an_error() -> None:
-    with pytest.raises(InputError, match="no sizes on 16 GPUs"):
+    with pytest.raises(InputError, match="no sizes on 32 GPUs"):
         best_placed(MIXED, 1000, _search({}))
 
 
