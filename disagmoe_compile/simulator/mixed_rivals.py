@@ -1,8 +1,8 @@
 """A system whose workers are all alike, on a cluster of two kinds of nodes: the best of what it can do there.
 
     equal shares    one copy on all GPUs. Its all-to-alls keep them in step: each part lasts as long as on the kind slower at it
-    by speed        the same, with batch and experts shared out by speed of matmuls, or half of the way there: the faster kind
-                    computes, sends and holds more (`MixedCluster.in_step`)
+    by speed        the same, with batch and experts shared out by speed of matmuls, or some of the way there (`BY_SPEED`): the
+                    faster kind computes, sends and holds more (`MixedCluster.in_step`)
     one kind alone  one copy on either kind; the other idles, and is charged for
     side by side    a copy on each kind with sizes of its own, as uneven data-parallel replicas, the batch shared out by speed
 
@@ -23,6 +23,8 @@ from disagmoe_compile.simulator.mixed_cluster import AnyCluster, MixedCluster, m
 from disagmoe_compile.simulator.results import Result
 from disagmoe_compile.simulator.timeline import Share
 
+BY_SPEED = (1.0, 0.75, 0.5, 0.25)
+"""How far from equal shares to those in proportion to speed, until one fits: the faster kind may have no memory for its share."""
 EQUAL_SHARES = "all in step, equal shares"
 """Where all GPUs do the same, at the pace of the slower kind."""
 
@@ -51,13 +53,17 @@ def best_placed(cluster: MixedCluster, sequences: int, search: Search) -> Result
         found = side_by_side(cluster, copies)
     except InputError:  # one kind alone does not do, as for sizes that are pinned for all GPUs
         pass
-    places = [
-        (cluster.in_step(1.0), "all in step, shares by speed"),
-        (cluster.in_step(0.5), "all in step, shares half by speed"),
-        equal,
-        *((kind, f"{kind.nodes} x {kind.name} alone") for kind in cluster.kinds),
-    ]
-    return fastest_place(cluster, places, search_there, found)
+    for part in BY_SPEED:
+        place = (cluster.in_step(part), f"all in step, shares {part:.0%} by speed")
+        try:
+            better = fastest_place(cluster, [place], search_there, found)
+        except InputError:  # as for any other share
+            break
+        is_new, found = better is not found, better
+        if is_new and found.fits:
+            break
+    alone = [(kind, f"{kind.nodes} x {kind.name} alone") for kind in cluster.kinds]
+    return fastest_place(cluster, [equal, *alone], search_there, found)
 
 
 def fastest_place(

@@ -19,7 +19,7 @@ from disagmoe_compile.simulator.search import Setting, best
 from disagmoe_compile.simulator.timeline import Share
 
 MIXED = MixedCluster(find_cluster("H800-SXM5", 2), find_cluster("H20", 2))
-EQUAL, HALF, BY_SPEED = (MIXED.in_step(by_speed) for by_speed in (0.0, 0.5, 1.0))
+EQUAL, SOME, BY_SPEED = (MIXED.in_step(by_speed) for by_speed in (0.0, 0.25, 1.0))
 
 
 def _result(nodes: Cluster, tokens_per_s: float, tokens: int, fits: bool = True) -> Result:
@@ -58,9 +58,8 @@ def _search(speed: dict[Cluster, float], misfits: tuple[Cluster, ...] = ()) -> S
 @pytest.mark.parametrize(
     ("speeds", "placement", "tokens_per_s"),
     [
-        ({EQUAL: 900.0, HALF: 800.0, BY_SPEED: 700.0}, "all in step, equal shares", 900.0),
-        ({EQUAL: 700.0, HALF: 900.0, BY_SPEED: 800.0}, "all in step, shares half by speed", 900.0),
-        ({EQUAL: 700.0, HALF: 800.0, BY_SPEED: 900.0}, "all in step, shares by speed", 900.0),
+        ({EQUAL: 900.0, BY_SPEED: 700.0}, "all in step, equal shares", 900.0),
+        ({EQUAL: 700.0, BY_SPEED: 900.0}, "all in step, shares 100% by speed", 900.0),
         ({EQUAL: 500.0, MIXED.attention: 500.0, MIXED.ffn: 100.0}, "side by side", 600.0),
         ({EQUAL: 500.0, MIXED.ffn: 100.0}, "all in step, equal shares", 500.0),
         ({MIXED.attention: 500.0}, "2 x H800-SXM5 alone", 500.0),
@@ -79,6 +78,22 @@ def test_a_placement_that_fits_in_memory_beats_faster_ones_that_do_not() -> None
     speeds = {EQUAL: 900.0, MIXED.attention: 500.0, MIXED.ffn: 100.0}
     found = best_placed(MIXED, 1000, _search(speeds, (EQUAL, MIXED.attention)))
     assert (found.options["placement"], found.fits) == ("2 x H20 alone", True)
+
+
+def test_the_largest_share_by_speed_that_fits_is_taken() -> None:
+    """All of the way does not fit, three quarters do; of a quarter nothing is asked."""
+    shares = {part: MIXED.in_step(part) for part in (1.0, 0.75, 0.5, 0.25, 0.0)}
+    speeds = {nodes: 500.0 + 400.0 * part for part, nodes in shares.items()}
+    asked: list[Cluster] = []
+    search = _search(speeds, (shares[1.0],))
+
+    def counted(nodes: Cluster, sequences: int, beat: Result | None) -> Result:
+        asked.append(nodes)
+        return search(nodes, sequences, beat)
+
+    found = best_placed(MIXED, 1000, counted)
+    assert (found.options["placement"], found.fits) == ("all in step, shares 75% by speed", True)
+    assert SOME not in asked and EQUAL in asked
 
 
 def test_no_sizes_anywhere_is_an_error() -> None:
