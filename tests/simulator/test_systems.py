@@ -187,6 +187,20 @@ def test_a_choice_is_simulated_only_if_it_can_beat_what_was_found(
     assert af_faster(af, replace(alone, step_s=0.9 * alone.step_s)) == Beaten(fits=True)
 
 
+@pytest.mark.parametrize(("in_flight", "order"), [(4, "in_order"), (6, "list")])
+def test_in_order_is_taken_where_it_is_faster_than_any_list(in_flight: int, order: str) -> None:
+    spec = replace(find_model("DeepSeek-MoE-16B"), layers=layer_pattern(6))
+    choice = AFChoice(2, 16, 16, 1, 16, Dedup.NODE, in_flight=in_flight, order="list")
+    af = AFModel(model_costs(spec, seq_length=8192), find_cluster("H800-SXM5", 8), choice)
+    by_order = {
+        "list": af_result(af),
+        "in_order": af_result(replace(af, choice=replace(choice, order="in_order"))),
+    }
+    found = af_faster(af, None)
+    assert isinstance(found, Result) and found.options["order"] == order
+    assert found.step_s == by_order[order].step_s == min(result.step_s for result in by_order.values())
+
+
 def test_a_choice_that_does_not_fit_is_worth_simulating_only_where_nothing_fits(model: ModelCosts) -> None:
     small = find_cluster("H800-SXM5", 4)
     tight = replace(small, gpu=replace(small.gpu, memory_bytes=10**10))
