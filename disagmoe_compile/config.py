@@ -13,7 +13,7 @@ from disagmoe_compile.plan.exchange import PAYLOAD_DTYPES
 from disagmoe_compile.plan.recompute import RECOMPUTE
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
-    "schedule": ("af_pipe", "gpipe"),
+    "schedule": ("af_pipe", "af_pipe_in_order", "gpipe"),
     "stage_compiler": ("inductor", "aot_eager", "eager"),
     "dedup": ("none", "rank", "node"),
     "recompute": RECOMPUTE,

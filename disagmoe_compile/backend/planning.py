@@ -22,6 +22,7 @@ from disagmoe_compile.passes.program import (
 from disagmoe_compile.passes.schedule.af_pipe import af_pipe
 from disagmoe_compile.passes.schedule.forward_only import forward_only
 from disagmoe_compile.passes.schedule.gpipe import gpipe
+from disagmoe_compile.passes.schedule.in_order import in_order
 from disagmoe_compile.passes.schedule.lower import lower
 from disagmoe_compile.passes.schedule.two_phase import two_phase
 from disagmoe_compile.passes.stage_flops import (
@@ -105,7 +106,8 @@ def make_plan(
     elif trains and options.schedule == "gpipe":
         training = lower(gpipe(topology, n), topology, transfers, owned_stages=owned)
     elif trains:
-        compute_only = af_pipe(topology, n, interleave=options.microbatches_in_flight)
+        generate = in_order if options.schedule == "af_pipe_in_order" else af_pipe
+        compute_only = generate(topology, n, interleave=options.microbatches_in_flight)
         training = lower(compute_only, topology, transfers, owned_stages=owned)
     forward = lower(forward_only(topology, n), topology, transfers, owned_stages=())
     plan = Plan(

@@ -47,7 +47,7 @@ def train(
     stage_compiler: Annotated[
         str | None, typer.Option(help="inductor, aot_eager or eager.", show_default="inductor")
     ] = None,
-    schedule: Annotated[str, typer.Option(help="af_pipe or gpipe.")] = "af_pipe",
+    schedule: Annotated[str, typer.Option(help="af_pipe, af_pipe_in_order or gpipe.")] = "af_pipe",
     dedup: Annotated[
         str | None,
         typer.Option(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from disagmoe_compile.passes.schedule.af_pipe import af_pipe
 from disagmoe_compile.passes.schedule.forward_only import forward_only
 from disagmoe_compile.passes.schedule.gpipe import gpipe
+from disagmoe_compile.passes.schedule.in_order import in_order
 from disagmoe_compile.passes.schedule.lower import lower
 from disagmoe_compile.plan.completeness import peak_residency
 from disagmoe_compile.plan.ir import Plan, Stage, TensorSpec, Workload
@@ -12,7 +13,7 @@ from disagmoe_compile.plan.topology import Role, Topology
 from disagmoe_compile.plan.transfers import BoundarySizes, build_transfers
 
 TOKENS, FEATURES, NUM_EXPERTS, TOP_K = 6, 8, 8, 2
-GENERATORS = {"af_pipe": af_pipe, "gpipe": gpipe}
+GENERATORS = {"af_pipe": af_pipe, "af_pipe_in_order": in_order, "gpipe": gpipe}
 
 
 def example_plan(

@@ -24,6 +24,7 @@ PAIRWISE = [
     ((1, 1, 2), 4, "gpipe"),
     ((2, 2, 2), 2, "af_pipe"),
     ((2, 2, 2), 1, "gpipe"),
+    ((2, 1, 2), 4, "af_pipe_in_order"),
 ]
 
 
@@ -59,7 +60,7 @@ def test_loss_and_gradients_equal_eager(captured, shape, n_microbatches, schedul
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-@pytest.mark.parametrize("schedule", ["af_pipe", "gpipe"])
+@pytest.mark.parametrize("schedule", ["af_pipe", "af_pipe_in_order", "gpipe"])
 @pytest.mark.parametrize("n_microbatches", [1, 2, 4])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_loss_and_gradients_equal_eager_everywhere(captured, shape, n_microbatches, schedule, compiler):

@@ -26,7 +26,7 @@ TOPOLOGIES = st.builds(
 @given(
     TOPOLOGIES,
     st.integers(1, 9),
-    st.sampled_from(["af_pipe", "gpipe"]),
+    st.sampled_from(["af_pipe", "af_pipe_in_order", "gpipe"]),
     st.booleans(),
     st.integers(0, 3),
     st.booleans(),
