@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -49,8 +51,8 @@ class CountingMoE(nn.Module):
 class CountingModel(LanguageModel):
     """Counts all tokens too, in one buffer that every block and the head add to. `recompute`: blocks are checkpointed."""
 
-    def __init__(self, recompute: bool = False) -> None:
-        super().__init__(SIZES, lambda sizes: CountingMoE(sizes, assigns=not recompute))
+    def __init__(self, recompute: bool = False, sizes: Sizes = SIZES) -> None:
+        super().__init__(sizes, lambda sizes: CountingMoE(sizes, assigns=not recompute))
         self.recompute = recompute
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))
 
@@ -77,7 +79,7 @@ def counting_batch(seed: int = 0, batch: int = 6, length: int = 5) -> dict[str, 
 def count_on_ranks(distributed: bool) -> dict[str, Tensor]:
     """All buffers by name after two training steps and one evaluation, as each rank's state_dict has them; or eager's."""
     torch.manual_seed(0)
-    model = CountingModel()
+    model = CountingModel(sizes=replace(SIZES, n_layers=1))
     options = {
         "attention_group_size": 2,
         "ffn_group_size": 1,

@@ -17,7 +17,7 @@ from disagmoe_compile.errors import InputError
 from disagmoe_compile.models.hf import tiny_config
 from disagmoe_compile.runtime.loading.checkpoint_files import Reader
 
-CASE = Case(attention=1, ffn=2, n_microbatches=2, steps=2, model={"tie_word_embeddings": True})
+CASE = Case(attention=1, ffn=2, n_microbatches=2, steps=2, model={"n_layers": 1, "tie_word_embeddings": True})
 
 
 def on_meta(case: Case) -> torch.nn.Module:
@@ -116,7 +116,7 @@ def initialised(case: Case) -> tuple[str, float, dict[str, torch.Tensor]]:
 
 
 def test_initial_values_are_those_of_the_whole_model_under_the_same_seed(pool):
-    case = replace(CASE, model={})
+    case = replace(CASE, model={"n_layers": 1})
     model = on_meta(case).to_empty(device="cpu")
     torch.manual_seed(7)
     model.init_weights()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from lockstep import outcomes_of_bad_calls, run_lockstep
 from ranks import Case, die_in_the_middle_of_a_step
 
-SMALL = Case(attention=1, ffn=2, n_microbatches=2)
+SMALL = Case(family="gathered_einsum", attention=1, ffn=2, n_microbatches=2, model={"n_layers": 1})
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def test_the_global_random_state_stays_in_step(ranks):
 
 @pytest.fixture(scope="module")
 def refusals(pool):
-    case = Case(attention=1, ffn=1, n_microbatches=2)
+    case = replace(SMALL, ffn=1)
     return pool.run(outcomes_of_bad_calls, case, world_size=2, timeout_s=500)
 
 
@@ -64,9 +66,8 @@ def test_bad_input_is_one_clear_line_on_every_rank(refusals, what, says):
 
 
 def test_a_rank_killed_in_the_middle_of_a_step_is_named_by_the_others(pool, tmp_path):
-    case = Case(attention=1, ffn=2, n_microbatches=2)
     folder = str(tmp_path)
-    pool.outcomes(die_in_the_middle_of_a_step, case, 2, folder, world_size=3, timeout_s=500)
+    pool.outcomes(die_in_the_middle_of_a_step, SMALL, 2, folder, world_size=3, timeout_s=500)
     for survivor in ("0", "1"):
         told = (tmp_path / survivor).read_text()
         assert "rank 2" in told and "action" in told

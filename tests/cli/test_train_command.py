@@ -32,7 +32,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], R
     root = tmp_path_factory.mktemp("train")
     log = root / "steps.jsonl"
     result = _disagmoe(
-        "train", "hf:qwen3_moe", "--attention-group-size", "1", "--ffn-group-size", "1", "--n-microbatches", "2",
+        "train", "style:gathered_einsum", "--attention-group-size", "1", "--ffn-group-size", "1", "--n-microbatches", "2",
         "--steps", str(STEPS), "--batch-size", "4", "--seq-length", "16", "--stage-compiler", "eager", "--check",
         "--dedup", "none", "--payload-dtype", "float32", "--recompute", "ffn",
         "--json", "--output-dir", str(root / "run"), "--log-jsonl", str(log),
@@ -61,7 +61,8 @@ def test_eager_takes_the_slices_of_the_ranks_where_a_model_mixes_samples() -> No
 def test_each_rank_says_its_role_and_bytes(trained: tuple[dict[str, Any], RunFolder, Path]) -> None:
     attention, ffn = trained[0]["ranks"]
     assert (attention["role"], ffn["role"]) == ("attention", "ffn")
-    assert ffn["param_bytes"] == 2 * 8 * (64 * 64 + 32 * 64) * 4, "both layers' experts and nothing else"
+    expert = 32 * 96 + 96 + 48 * 32 + 32
+    assert ffn["param_bytes"] == 2 * 8 * expert * 4, "both layers' experts and nothing else"
     for rank in (attention, ffn):
         assert rank["optimizer_bytes"] == 2 * rank["param_bytes"], "two moments of AdamW for what it owns"
         assert rank["sent_bytes"] > 0

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from disagmoe_compile.early_batch import mark_batch
 from disagmoe_compile.errors import UnsupportedModelError
 from disagmoe_compile.passes.pipeline import partition_model
 from disagmoe_compile.testing.graphs import (
@@ -58,6 +59,7 @@ class Routed(nn.Module):
 def captured_routed(**options):
     model = Routed(**options).bfloat16()
     x = torch.randn(6, 3, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
+    mark_batch(x)
     return capture_model(model, {"x": x})
 
 
@@ -127,6 +129,7 @@ class DenseMasked(nn.Module):
 
 def captured_dense(**options):
     x = torch.randn(6, 3, WIDTH, generator=torch.Generator().manual_seed(1))
+    mark_batch(x)
     return capture_model(DenseMasked(**options), {"x": x})
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from disagmoe_compile.early_batch import mark_batch
 from disagmoe_compile.passes.canonicalize_experts import CanonicalizeExperts
 from disagmoe_compile.passes.deinplace import Deinplace
 from disagmoe_compile.passes.find_regions import FindRegions
@@ -56,6 +57,7 @@ class Outcome:
 
 def captured_layer(routed: Routed):
     x = torch.randn(SAMPLES, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
+    mark_batch(x)
     return capture_model(Layer(routed), {"x": x})
 
 

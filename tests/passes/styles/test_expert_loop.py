@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from disagmoe_compile.early_batch import mark_batch
 from disagmoe_compile.errors import UnsupportedModelError
 from disagmoe_compile.passes.deinplace import Deinplace
 from disagmoe_compile.passes.find_regions import FindRegions
@@ -49,6 +50,7 @@ class Layer(nn.Module):
 
 def captured(loop: Callable[..., Tensor], make: Callable[..., Layer] = Layer, **options: bool):
     x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
+    mark_batch(x)
     return capture_model(make(loop, **options), {"x": x})
 
 
