@@ -97,7 +97,7 @@ def _actions(document: Any, path: Path, timeline: Path | None, request: ModelReq
     check(plan)
     if timeline is not None:
         simulated, rows = compare(plan, read_timeline(read_json(timeline, "timeline")))
-        shown.write({"af_pipe": simulated}, str(path))
+        shown.write({simulated.program.schedule.name: simulated}, str(path))
         compared = {"simulated": True, "comparison": [row.to_dict() for row in rows]}
         return Output(compared, lambda console: _render_rows(console, rows, shown))
     world = plan.topology.world_size

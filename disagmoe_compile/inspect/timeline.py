@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from disagmoe_compile.plan.action import COMPUTE_KINDS, Action, ActionKind, Stream
 from disagmoe_compile.plan.ir import Plan
@@ -34,6 +34,9 @@ class TimedAction(Protocol):
     def step(self) -> int: ...
 
 
+_Timed = TypeVar("_Timed", bound=TimedAction)
+
+
 @dataclass(frozen=True, slots=True)
 class _Placed:
     """An event with its parsed action and the row it is drawn on."""
@@ -47,7 +50,11 @@ class _Placed:
 def to_chrome(events_by_rank: Mapping[int, Sequence[TimedAction]], plan: Plan) -> dict[str, Any]:
     """The trace as a JSON-ready dict; times in microseconds from the earliest event of any rank."""
     origin = min((e.start for events in events_by_rank.values() for e in events), default=0.0)
-    placed = [p for rank, events in sorted(events_by_rank.items()) for p in _place(rank, events)]
+    placed = [
+        _Placed(rank, row, Action.parse(event.action), event)
+        for rank, events in sorted(events_by_rank.items())
+        for row, event in rows_of(events)
+    ]
     rows: list[dict[str, Any]] = []
     for rank in sorted(events_by_rank):
         rows += _name_rows(rank, sorted({p.row for p in placed if p.rank == rank}), plan)
@@ -60,16 +67,23 @@ def to_chrome(events_by_rank: Mapping[int, Sequence[TimedAction]], plan: Plan) -
     }
 
 
-def _place(rank: int, events: Sequence[TimedAction]) -> Iterator[_Placed]:
-    """Slices of one row must nest, but messages in flight overlap freely: each takes the first free lane."""
+def rows_of(events: Sequence[_Timed]) -> Iterator[tuple[int, _Timed]]:
+    """The events of a rank by start, each with its row. Slices of one row must nest, but messages in flight overlap freely: each
+    takes the first free lane of its stream.
+    """
     busy_until: dict[Stream, list[float]] = defaultdict(list)
     for event in sorted(events, key=lambda e: (e.start, e.end)):
         stream = Stream(event.stream)
         lanes = busy_until[stream]
         lane = next((i for i, end in enumerate(lanes) if end <= event.start), len(lanes))
         lanes[lane : lane + 1] = [event.end]
-        row = list(Stream).index(stream) * _LANES_PER_STREAM + lane
-        yield _Placed(rank, row, Action.parse(event.action), event)
+        yield list(Stream).index(stream) * _LANES_PER_STREAM + lane, event
+
+
+def row_name(row: int) -> str:
+    """Of a row of `rows_of`: `comm_send`, and `comm_send +1` for what overlaps that."""
+    stream, lane = divmod(row, _LANES_PER_STREAM)
+    return str(list(Stream)[stream]) + (f" +{lane}" if lane else "")
 
 
 def _name_rows(rank: int, rows: Sequence[int], plan: Plan) -> Iterator[dict[str, Any]]:
@@ -78,8 +92,7 @@ def _name_rows(rank: int, rows: Sequence[int], plan: Plan) -> Iterator[dict[str,
     yield _meta(rank, "process_name", name=f"rank {rank} {group} [{stages}]")
     yield _meta(rank, "process_sort_index", sort_index=rank)
     for row in rows:
-        stream, lane = divmod(row, _LANES_PER_STREAM)
-        yield _meta(rank, "thread_name", row, name=str(list(Stream)[stream]) + (f" +{lane}" if lane else ""))
+        yield _meta(rank, "thread_name", row, name=row_name(row))
         yield _meta(rank, "thread_sort_index", row, sort_index=row)
 
 

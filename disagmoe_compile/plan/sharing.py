@@ -60,7 +60,8 @@ class Network:
             if not capacity > 0:
                 raise ValueError(f"capacity of link {link} must be positive, got {capacity}")
         self._number_of = {link: number for number, link in enumerate(capacities)}
-        self._capacities = list(capacities.values())
+        # a share of an integer would be a float
+        self._capacities = [Fraction(c) if isinstance(c, int) else c for c in capacities.values()]
         self._bundles: dict[tuple[Link, ...], _Bundle] = {}
         self._searches = 0
         self._ends: list[tuple[Number, int, int, _Bundle]] = []  # time, flow, version

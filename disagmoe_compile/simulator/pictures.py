@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from disagmoe_compile.errors import InputError
+from disagmoe_compile.inspect.timeline import row_name, rows_of
 from disagmoe_compile.plan.action import Action, ActionKind
 from disagmoe_compile.plan.sharing import Number
 from disagmoe_compile.simulator.timeline import Timeline
@@ -21,6 +22,8 @@ COLOURS = {
     "other messages": "#8C8C8C",
 }
 """Okabe and Ito's palette, told apart with any colour vision; weight gradients a pale shade of backward."""
+LANES = {"dispatch": (0.11, 0.1), "combine": (0.21, 0.1), "other messages": (0.31, 0.08)}
+"""Where a group's row has its messages, from its middle, and how high: those to different groups are under way together."""
 
 
 def kind_of(action: Action) -> str | None:
@@ -38,7 +41,7 @@ def kind_of(action: Action) -> str | None:
 
 
 def draw(timeline: Timeline, path: Path, title: str, *, unit: str = "s") -> None:
-    """One row a group: compute in its upper half, what it sends in the lower. Raises InputError without matplotlib or a
+    """One row a group: compute in its upper half, what it sends in the lower, by kind. Raises InputError without matplotlib or a
     folder.
     """
     if path.suffix.lower() not in (".png", ".svg"):
@@ -62,10 +65,8 @@ def draw(timeline: Timeline, path: Path, title: str, *, unit: str = "s") -> None
             if name is not None and end > start:
                 bars[name].append((float(start), float(end - start)))
         for name, spans in bars.items():
-            is_compute = name in ("forward", "backward", "weight gradient")
-            axes.broken_barh(
-                spans, (row - 0.4, 0.5) if is_compute else (row + 0.12, 0.25), color=COLOURS[name]
-            )
+            place, height = LANES.get(name, (-0.4, 0.5))
+            axes.broken_barh(spans, (row + place, height), color=COLOURS[name])
     axes.set(
         yticks=range(len(groups)), yticklabels=[str(g) for g in groups], xlabel=f"time ({unit}), simulated"
     )
@@ -88,17 +89,18 @@ def draw(timeline: Timeline, path: Path, title: str, *, unit: str = "s") -> None
 
 
 def trace(timelines: Mapping[str, Timeline], nbytes: Mapping[str, Number] | None = None) -> dict[str, Any]:
-    """A Chrome trace: one process a system and group, one row a stream, slices under the names of the actions."""
+    """A Chrome trace: one process a system and group, the rows of a run's own timeline, slices under the names of the actions."""
     rows: list[dict[str, Any]] = []
     process = 0
     for system, timeline in timelines.items():
         for group in timeline.groups:
             meta = {"ph": "M", "pid": process, "tid": 0}
             rows.append({**meta, "name": "process_name", "args": {"name": f"{system} {group} (simulated)"}})
-            streams: dict[str, int] = {}
-            for event in timeline.trace_events(group, nbytes):
-                row = streams.setdefault(event.stream, len(streams))
+            used: set[int] = set()
+            for row, event in rows_of(timeline.trace_events(group, nbytes)):
+                used.add(row)
                 args: dict[str, Any] = {"bytes": event.nbytes} if event.nbytes else {}
+                start, end = round(event.start * 1e6, 3), round(event.end * 1e6, 3)
                 rows.append(
                     {
                         "ph": "X",
@@ -106,14 +108,15 @@ def trace(timelines: Mapping[str, Timeline], nbytes: Mapping[str, Number] | None
                         "tid": row,
                         "name": event.action,
                         "cat": event.stream,
-                        "ts": round(event.start * 1e6, 3),
-                        "dur": round((event.end - event.start) * 1e6, 3),
+                        "ts": start,
+                        "dur": round(end - start, 3),  # of rounded ends: it never reaches into the next slice
                         "args": args,
                     }
                 )
-            rows += [
-                {**meta, "tid": t, "name": "thread_name", "args": {"name": s}} for s, t in streams.items()
-            ]
+            for row in sorted(used):
+                meta = {"ph": "M", "pid": process, "tid": row}
+                rows.append({**meta, "name": "thread_name", "args": {"name": row_name(row)}})
+                rows.append({**meta, "name": "thread_sort_index", "args": {"sort_index": row}})
             process += 1
     return {"displayTimeUnit": "ms", "otherData": {"simulated": True}, "traceEvents": rows}
 

@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 from disagmoe_compile.cli.main import run
+from disagmoe_compile.plan.action import COMPUTE_KINDS
 from disagmoe_compile.plan.serialize import dump
 from disagmoe_compile.plan.topology import Topology
+from disagmoe_compile.simulator.plan_program import Durations
+from disagmoe_compile.simulator.simulate import simulate
 from disagmoe_compile.testing.plans import example_plan
 
 
@@ -149,6 +152,35 @@ def test_a_plan_file_is_simulated_action_by_action(
     dump(example_plan(Topology(2, 2, 1, 1, 2)), path)
     (row,) = _json(capsys, ["simulate", "--plan", str(path)])["results"]
     assert row["schedule"] == "af_pipe" and row["step_s"] > 0
+
+
+def test_beside_its_run_a_plan_has_the_name_of_its_schedule(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The run is one that takes as long as simulated, three times."""
+    plan = example_plan(Topology(1, 1, 2, 2, 2), 3, schedule="af_pipe_in_order")
+    dump(plan, tmp_path / "plan.json")
+    seconds = {(kind, stage): 1.0 for kind in COMPUTE_KINDS for stage in range(plan.topology.n_stages)}
+    simulated = simulate(plan, Durations(seconds, {transfer.name: 0.5 for transfer in plan.transfers}))
+    once = [event for group in simulated.groups for event in simulated.trace_events(group)]
+    slices = [
+        {
+            "ph": "X",
+            "pid": 0,
+            "name": e.action,
+            "ts": e.start * 1e6,
+            "dur": (e.end - e.start) * 1e6,
+            "args": {"step": step},
+        }
+        for step in range(3)
+        for e in once
+    ]
+    (tmp_path / "timeline.json").write_text(json.dumps({"traceEvents": slices}))
+    files = ["--plan", str(tmp_path / "plan.json"), "--timeline", str(tmp_path / "timeline.json")]
+    _json(capsys, ["simulate", *files, "--trace", str(tmp_path / "trace.json")])
+    rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {row["args"]["name"] for row in rows if row["name"] == "process_name"}
+    assert names == {f"af_pipe_in_order {group} (simulated)" for group in plan.topology.groups}
 
 
 def test_a_plan_that_breaks_a_rule_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -109,3 +109,10 @@ def test_sharing_conserves_bytes_and_never_exceeds_a_capacity(
         for link, most in capacity.items():
             assert sum(r for f, r in network.rates().items() if link in flows[f][1]) <= most
     assert len(moved) == len(flows)
+
+
+def test_links_of_whole_numbers_round_nothing() -> None:
+    network = Network({"a": 1})
+    for flow in range(3):
+        network.add(flow, Fraction(10**17 + 1, 3), ("a",), Fraction(0))
+    assert network.next_end() == 10**17 + 1
