@@ -41,9 +41,9 @@ def with_sizing(options: Options, programs: ModelPrograms) -> Options:
 def _with_choices(options: Options, choices: Mapping[str, Any]) -> Options:
     """Raises PlanError where an option that was given says something else."""
     default = Options()
-    for name in ("dedup", "payload_dtype", "recompute"):
+    for name in ("dedup", "payload_dtype", "recompute", "schedule"):
         given = getattr(options, name)
-        planned = choices.get(name, given)  # a sizing says nothing of the payload
+        planned = choices.get(name, given)  # a sizing says nothing of payload or schedule
         if given not in (planned, getattr(default, name)):
             raise PlanError(
                 f"plan {options.plan} cannot be used: it has {name}={planned}, and the option says {given}; leave the option out"

@@ -13,7 +13,9 @@ from disagmoe_compile.backend.sizing import choose_sizes
 from disagmoe_compile.backend.sizing_file import with_sizing
 from disagmoe_compile.config import Options
 from disagmoe_compile.errors import InputError, PlanError
+from disagmoe_compile.plan.serialize import dump
 from disagmoe_compile.plan.sizing import Sizing, dump_sizing
+from disagmoe_compile.testing.plans import example_plan
 
 SIZING = Sizing(
     world_size=4, attention_gpus=3, ffn_gpus=1, pipeline_groups=1, attention_group_size=3, ffn_group_size=1,
@@ -83,3 +85,14 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str, tmp
 def test_an_option_that_contradicts_the_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="n_microbatches=2, and the option says 3"):
         with_sizing(options(tmp_path, n_microbatches=3), PROGRAMS)
+
+
+def test_a_plan_of_actions_gives_its_schedule_and_refuses_another(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan = replace(example_plan(schedule="af_pipe_in_order"), options={"schedule": "af_pipe_in_order"})
+    dump(plan, path)
+    assert with_sizing(Options(plan=str(path)), PROGRAMS).schedule == "af_pipe_in_order"
+    with pytest.raises(
+        PlanError, match="it has schedule=af_pipe_in_order, and the option says gpipe; leave the option out"
+    ):
+        with_sizing(Options(plan=str(path), schedule="gpipe"), PROGRAMS)
