@@ -52,6 +52,11 @@ class _Bundle:
         self.since = now
 
 
+_Counts = tuple[tuple[int, int], ...]
+"""Of bundles their number and how many flows each has."""
+_number = operator.attrgetter("number")
+
+
 class Network:
     """Flows under way. The caller moves time on: `add` at a time, `next_end`, `finish`; times never go back."""
 
@@ -65,9 +70,7 @@ class Network:
         self._bundles: dict[tuple[Link, ...], _Bundle] = {}
         self._searches = 0
         self._ends: list[tuple[Number, int, int, _Bundle]] = []  # time, flow, version
-        self._rates: dict[
-            tuple[tuple[int, int], ...], Sequence[Number]
-        ] = {}  # of bundles, by number and flows
+        self._rates: dict[_Counts, Sequence[Number]] = {}
 
     def add(self, flow: int, amount: Number, links: tuple[Link, ...], now: Number) -> None:
         """Start to move `amount` over all of `links` at once."""
@@ -171,6 +174,3 @@ class Network:
                     other.seen = search
                     found.append(other)
         return found if changed.ends else found[1:]
-
-
-_number = operator.attrgetter("number")

@@ -107,12 +107,10 @@ def af_faster(af: AFModel, than: Result | None, *, shard_optimizer: bool = True)
 
 def _faster_in_order(af: AFModel, limit: float, shard_optimizer: bool) -> Result | None:
     """With as many micro-batches in flight, and those of one layer more; None unless it fits and its step is shorter."""
-    if af.rehearsal().busiest(af.topology, af.choice.n_microbatches) >= limit:
-        return None
     ordered = replace(af, choice=replace(af.choice, order="in_order"))
     program = ordered.program()
     held = least_bytes(program.schedule, af.activation_bytes(), af.message_bytes())
-    if not _can_fit(af, held, shard_optimizer) or lower_bound(program).seconds >= limit:
+    if not _can_fit(af, held, shard_optimizer):
         return None
     result = _af_result(ordered, program, shard_optimizer)
     return result if result.fits and result.step_s < limit else None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from disagmoe_compile.plan.action import ActionKind
 from disagmoe_compile.plan.ir import Direction
 from disagmoe_compile.plan.sharing import Leg, Link
-from disagmoe_compile.plan.topology import Group, Topology
+from disagmoe_compile.plan.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +32,6 @@ class Rehearsal:
     links: Mapping[Link, float]
     sums: Mapping[int, tuple[Leg, ...]] = field(default_factory=dict)
     latency: float = 0.0
-
-    def busiest(self, topology: Topology, n_microbatches: int) -> float:
-        """What the group or link that has most to do in a step takes: no order is shorter."""
-        spent: defaultdict[Link | Group, float] = defaultdict(float)
-        for stage in range(topology.n_stages):
-            both = (ActionKind.FORWARD, ActionKind.BACKWARD)
-            spent[topology.group_of_stage(stage)] += sum(self.seconds[kind, stage] for kind in both)
-        for leg in (leg for sent in self.messages.values() for message in sent for leg in message.legs):
-            for link in leg.links:
-                spent[link] += float(leg.amount) / self.links[link]
-        return n_microbatches * max(spent.values())
 
     @staticmethod
     def of_exchanges(

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagmoe_compile.models.catalogue import find_model
+from disagmoe_compile.passes.schedule import list_schedule as list_scheduling
 from disagmoe_compile.passes.schedule.list_schedule import (
     RULES,
     First,
@@ -181,6 +182,17 @@ def test_a_limit_leaves_out_the_orders_that_take_longer_and_changes_no_other() -
     assert len(steps) > 1 and steps == sorted(steps)
     assert rehearse(topology, 32, in_flight=8, rehearsal=times, limit=steps[0]) == every[:1]
     assert rehearse(topology, 32, in_flight=8, rehearsal=times, limit=0.999 * steps[0]) == ()
+
+
+def test_no_order_is_tried_where_the_first_rule_is_too_far_from_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first rule's step is 2% longer than the best one's here."""
+    topology, times = _tight()
+    best = rehearse(topology, 32, in_flight=8, rehearsal=times)[0].makespan
+    assert len(rehearse(topology, 32, in_flight=8, rehearsal=times, limit=best)) == 1
+    monkeypatch.setattr(list_scheduling, "APART", 1.01)
+    assert rehearse(topology, 32, in_flight=8, rehearsal=times, limit=best) == ()
 
 
 def test_what_an_order_holds_is_what_its_lists_hold() -> None:
